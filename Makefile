@@ -1,0 +1,41 @@
+# Two commands do everything on a machine that has Python: `make demo` and `make test`.
+PYTHON ?= python3
+BIN    := .venv/bin
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit bench clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+# Each stamp depends on what decides its content, so a second run installs nothing.
+.venv/.base: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+.venv/.dev: .venv/.base
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: .venv/.base  ## Install, then run the main job on the built-in corpus
+	$(BIN)/qkflow bench --level attention --quick
+
+test: .venv/.dev lint types unit  ## Install, lint, type-check, run every test
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.dev
+	$(BIN)/mypy
+
+unit: .venv/.dev
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+bench: .venv/.base  ## Print the full table of ratios against standard attention
+	$(BIN)/qkflow bench
+
+clean:  ## Remove the environment and everything built
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache

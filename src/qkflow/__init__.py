@@ -1,0 +1,3 @@
+"""qkflow: the dynamics of attention."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,80 @@
+"""The `qkflow` command: finds a subcommand, runs it, turns bad input into one sentence.
+
+Each subcommand is one typed function in `qkflow.commands`; its signature is its command
+line (through tyro) and its docstring its help. Modules are imported only when their
+command runs, so `qkflow --help` needs neither torch nor anything heavier.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from qkflow.errors import InputError, unknown
+
+# name on the command line -> (module under qkflow.commands, function, one line of help)
+COMMANDS: dict[str, tuple[str, str, str]] = {}
+
+
+def usage() -> str:
+    width = max(len(name) for name in COMMANDS)
+    rows = "\n".join(f"  {name:<{width}}  {line}" for name, (_, _, line) in COMMANDS.items())
+    return (
+        "qkflow: the dynamics of attention.\n\n"
+        f"usage: qkflow COMMAND [options]\n\ncommands:\n{rows}\n\n"
+        "`qkflow COMMAND --help` shows a command's options and examples.\n"
+        "Every command takes --json. Set QKFLOW_DEBUG=1 to see a traceback with an error."
+    )
+
+
+def find(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Split the arguments into the longest command name they start with and the rest."""
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if len(arguments) >= words and name in COMMANDS:
+            return name, list(arguments[words:])
+    family = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
+    if family:
+        given = " ".join(arguments[:2])
+        raise unknown("command", given, family)
+    raise unknown("command", arguments[0], COMMANDS)
+
+
+def run(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        from qkflow import __version__
+
+        print(f"qkflow {__version__}")
+        return 0
+    name, rest = find(arguments)
+    module, function, _ = COMMANDS[name]
+    import tyro
+
+    command = getattr(importlib.import_module(f"qkflow.commands.{module}"), function)
+    outcome = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
+    return outcome if isinstance(outcome, int) else 0
+
+
+def main() -> None:
+    try:
+        code = run(sys.argv[1:])
+    except InputError as error:
+        if os.environ.get("QKFLOW_DEBUG"):
+            raise
+        print(f"qkflow: {error}", file=sys.stderr)
+        code = 2
+    except OSError as error:
+        if os.environ.get("QKFLOW_DEBUG"):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"qkflow: {error.strerror or error}{where}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("qkflow: interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)

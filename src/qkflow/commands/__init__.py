@@ -1,0 +1,1 @@
+"""One module a subcommand; `qkflow.cli` holds the table."""
