@@ -17,6 +17,11 @@ from qkflow.errors import InputError, unknown
 # name on the command line -> (module under qkflow.commands, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
+    "pace synthetic": (
+        "pace",
+        "synthetic",
+        "attention trained on the controlled task, next to the published figure",
+    ),
 }
 
 

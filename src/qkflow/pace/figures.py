@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qkflow.files import write_atomic
+from qkflow.pace.fixed_attention import Fixed
 from qkflow.pace.reduced_flow import Flow
 
 _NAMES = {
@@ -70,3 +71,29 @@ def heatmap_figure(maps: Mapping[str, np.ndarray], edges: Sequence[float]) -> An
     figure.update_xaxes(title_text="attention on distinct tokens")
     figure.update_yaxes(title_text="probability of the truth")
     return figure.update_layout(title="Share of instances (%)", height=420 * rows, template="plotly_white")
+
+
+def fixed_attention_figure(found: Sequence[Fixed]) -> Any:
+    """Loss of each circuit under fixed attention against training steps, and the final gain against α."""
+    from plotly.colors import sample_colorscale
+    from plotly.graph_objects import Scatter
+    from plotly.subplots import make_subplots
+
+    kinds = list(dict.fromkeys(each.kind for each in found))
+    titles = [f"loss, {kind} output-value circuit" for kind in kinds] + ["marginal gain at the end"]
+    figure = make_subplots(rows=1, cols=len(titles), subplot_titles=titles)
+    for col, kind in enumerate(kinds, start=1):
+        group = [each for each in found if each.kind == kind]
+        for each in group:
+            colour = sample_colorscale("Viridis", [0.9 * each.alpha])[0]
+            style = {"name": f"α = {each.alpha:g}", "legendgroup": f"{each.alpha}", "line": {"color": colour}}
+            steps, losses = zip(*each.history, strict=True)
+            figure.add_trace(Scatter(x=steps, y=losses, showlegend=col == 1, **style), row=1, col=col)
+        figure.update_xaxes(title_text="step", row=1, col=col)
+        figure.update_yaxes(type="log", row=1, col=col)
+        gains = [(each.alpha, each.gain) for each in group if each.gain is not None]
+        trace = Scatter(x=[a for a, _ in gains], y=[g for _, g in gains], name=kind, mode="lines+markers")
+        figure.add_trace(trace, row=1, col=len(titles))
+    figure.update_xaxes(title_text="α", row=1, col=len(titles))
+    figure.update_yaxes(type="log", row=1, col=len(titles))
+    return figure.update_layout(title="Attention fixed at α", height=480, template="plotly_white")
