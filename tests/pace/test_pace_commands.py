@@ -60,20 +60,8 @@ def test_flow_refuses_bad_input(flags: list[str], said: str) -> None:
 
 def test_synthetic_cell_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "cell.html"
-    flags = [
-        "--setting",
-        "CACO",
-        "--qk-lr",
-        ".3",
-        "--ov-lr",
-        ".3",
-        "--length",
-        "128",
-        "--steps",
-        "500",
-        "--seeds",
-        "2",
-    ]
+    cell = ["--setting", "CACO", "--qk-lr", ".3", "--ov-lr", ".3", "--length", "128"]
+    flags = [*cell, "--steps", "500", "--seeds", "2"]
     found = run_json(capsys, "pace", "synthetic", *flags, "--out", str(page))
     (row,) = found["rows"]
     assert row["name"] == "CACO 0.3/0.3"

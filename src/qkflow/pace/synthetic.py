@@ -181,16 +181,16 @@ def attend(counts: Tensor, classes: Tensor, scores: Tensor) -> Tensor:
 def gradients(
     counts: Tensor, classes: Tensor, scores: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean loss of each lane, and B times its gradients by `scores` and by `matrix`, W_OV."""
+    """p(truth) of every instance, (lanes, B), and B times ∂L/∂scores and ∂L/∂matrix, which is W_OV."""
     attention = attend(counts, classes, scores)
     error = torch.softmax(torch.bmm(attention, matrix.mT), -1)
-    truth = error[..., _LABELS]  # labels follow classes in order: a view, not a gather
-    loss = -(truth * classes).sum(-1).log_().mean(-1)
-    truth.sub_(classes)
+    labels = error[..., _LABELS]  # labels follow classes in order: a view, not a gather
+    truth = (labels * classes).sum(-1)
+    labels.sub_(classes)
     by_matrix = torch.bmm(error.mT, attention)
     pull = torch.bmm(error, matrix).mul_(attention)
     pull.sub_(attention.mul_(pull.sum(-1, keepdim=True)))
-    return loss, torch.bmm(classes.mT, pull), by_matrix
+    return truth, torch.bmm(classes.mT, pull), by_matrix
 
 
 def train(
@@ -247,19 +247,25 @@ def _epoch(
     counts = torch.stack([counts for counts, _ in batches], 1).to(stream_of.device)
     classes = torch.stack([classes for _, classes in batches], 1).to(stream_of.device)
     steps, batch = counts.shape[0], counts.shape[2]
-    rate_ov = counts.new_tensor([each.ov_lr / batch for each in settings])[:, None, None]
-    rate_qk = counts.new_tensor([each.qk_lr * _SCALE / batch for each in settings])[:, None, None]
-    growth = counts.new_tensor([(each.growth - 1) / each.steps for each in settings])[:, None, None]
-    total = counts.new_zeros(len(settings))
+
+    def per_lane(values: list[float]) -> Tensor:
+        return counts.new_tensor(values)[:, None, None]
+
+    rate_ov = per_lane([each.ov_lr / batch for each in settings])
+    growth = per_lane([(each.growth - 1) / each.steps for each in settings])
+    elapsed = torch.arange(done, done + steps).to(counts)[:, None, None, None]
+    rates_qk = per_lane([each.qk_lr * _SCALE / batch for each in settings]) * (1 + growth * elapsed)
+    truths = counts.new_empty(steps, len(settings), batch)
     for step in range(steps):
-        scores = qk.value() * _SCALE
-        loss, by_scores, by_matrix = gradients(
-            counts[step, stream_of], classes[step, stream_of], scores, ov.value()
+        truths[step], by_scores, by_matrix = gradients(
+            counts[step].index_select(0, stream_of),
+            classes[step].index_select(0, stream_of),
+            qk.value() * _SCALE,
+            ov.value(),
         )
-        total += loss
-        qk.descend(by_scores.mul_(rate_qk * (1 + growth * (done + step))))
+        qk.descend(by_scores.mul_(rates_qk[step]))
         ov.descend(by_matrix.mul_(rate_ov))
-    losses: list[float] = (total / steps).tolist()
+    losses: list[float] = truths.log_().mean((0, 2)).neg_().tolist()
     for setting, value in zip(settings, losses, strict=True):
         if not np.isfinite(value):
             raise InputError(f"{setting.name} diverged by step {done + steps}: lower its learning rates")
