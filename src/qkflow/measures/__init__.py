@@ -1,0 +1,1 @@
+"""What trained models do, in numbers."""
