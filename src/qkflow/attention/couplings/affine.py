@@ -1,0 +1,96 @@
+"""Invertible affine coupling in the manner of RealNVP, identity at the start."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkflow.attention.couplings.base import (
+    Coupling,
+    HeadNetworks,
+    Where,
+    check_steps,
+    group_mean,
+    register,
+    repeat_keys,
+)
+from qkflow.attention.heads import Heads
+from qkflow.errors import InputError
+
+
+@register
+class Affine(Coupling):
+    """k ← k⊙exp(s₁(q)) + t₁(q) ; q ← q⊙exp(s₂(k)) + t₂(k), n times.
+
+    s = bound·tanh(·) keeps the scale within e^±bound. The conditioners' last layers start at zero, so that
+    the map starts as the identity; it has an exact inverse. Grouped heads: a key takes the mean of what its
+    group's queries say, every query takes its group's key.
+    """
+
+    name = "affine"
+    equation = "k ← k⊙exp(s₁(q)) + t₁(q) ; q ← q⊙exp(s₂(k)) + t₂(k)"
+    citation = (
+        "Gahtan & Bronstein 2026 (v2), arXiv 2604.01683; affine coupling: Dinh et al. 2017, arXiv 1605.08803"
+    )
+    good_for = (
+        "a model that is already trained: it starts as the identity; composes with differential scoring"
+    )
+    identity_at_start = True
+    invertible = True
+
+    def __init__(
+        self,
+        heads: Heads,
+        where: Where,
+        *,
+        steps: int = 1,
+        hidden: int = 8,
+        bound: float = 1.0,
+        shared: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(heads)
+        if not 0 < bound < float("inf"):
+            raise InputError(f"the bound of the affine scale must be a positive number, not {bound}")
+        self.steps = check_steps(steps)
+        self.bound = bound
+        size = heads.size
+        shape = {"out": 2 * size, "shared": shared, "bias": bias, "zero_output": True}
+        self.from_query = HeadNetworks(heads.queries, size, hidden, where, **shape)  # type: ignore[arg-type]
+        self.from_key = HeadNetworks(heads.queries, size, hidden, where, **shape)  # type: ignore[arg-type]
+
+    def _split(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+        scale, shift = raw.chunk(2, dim=-1)
+        return self.bound * torch.tanh(scale), shift
+
+    def _for_key(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return self._split(group_mean(self.from_query(q), self.heads.group))
+
+    def _for_query(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self._split(self.from_key(repeat_keys(k, self.heads.group)))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.reference(q, k)
+
+    def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            scale, shift = self._for_key(q)
+            k = k * torch.exp(scale) + shift
+            scale, shift = self._for_query(k)
+            q = q * torch.exp(scale) + shift
+        return q, k
+
+    def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            scale, shift = self._for_query(k)
+            q = (q - shift) * torch.exp(-scale)
+            scale, shift = self._for_key(q)
+            k = (k - shift) * torch.exp(-scale)
+        return q, k
+
+    def extra_parameters(self) -> int:
+        return self.from_query.count() + self.from_key.count()
+
+    def extra_flops(self) -> int:
+        per_head = 2 * self.from_query.hidden * 3 * self.heads.size
+        return 2 * self.steps * self.heads.queries * per_head
