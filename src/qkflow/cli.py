@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.commands, function, one line of help)
-COMMANDS: dict[str, tuple[str, str, str]] = {}
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "bench": ("bench", "bench", "what each coupling and scoring costs beside standard attention"),
+}
 
 
 def usage() -> str:
