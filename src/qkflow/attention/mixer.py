@@ -280,7 +280,7 @@ def _check_shape(
 def _check_collapsed(circuit: str, rope: Rotary | None, scoring: Spec, qk_norm: bool) -> None:
     if circuit.startswith("CA") and rope is not None:
         raise InputError(
-            f"circuit '{circuit}' has one query-key matrix, so there is no query and key to rotate: use rope=False"
+            f"circuit '{circuit}' is one query-key matrix with no query and key to rotate: use rope=False"
         )
     if scoring.name != "softmax":
         raise InputError(f"collapsed circuit '{circuit}' works with softmax scoring, not '{scoring.name}'")

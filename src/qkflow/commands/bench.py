@@ -117,9 +117,14 @@ def measure(
             call = decoding_call(module, shape, device)
         else:
             call = training_call(module, level, shape, device, dtype)
-        if device.type == "cuda":
-            return lambda: (call(), torch.cuda.synchronize(device))
-        return call
+        if device.type != "cuda":
+            return call
+
+        def finished() -> None:
+            call()
+            torch.cuda.synchronize(device)
+
+        return finished
 
     calls = {row.label: prepare(row) for row in rows}
     standard = prepare(STANDARD)
