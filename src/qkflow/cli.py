@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.commands, function, one line of help)
-COMMANDS: dict[str, tuple[str, str, str]] = {}
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
+}
 
 
 def usage() -> str:
