@@ -1,7 +1,8 @@
-"""`qkflow timescale theory`: the mathematics behind the slow path, checked on a random or a given generator."""
+"""`qkflow timescale theory`: the mathematics behind the slow path, checked on random or given generators."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,8 @@ from qkflow.files import write_atomic
 from qkflow.timescale import fast_slow, variational
 from qkflow.timescale import master_equation as master
 
-COMPARED = 256  # generators the solvers are compared on, unless that takes more than COMPARED_ENTRIES
-COMPARED_ENTRIES = (
-    4_000_000  # of all principal minors: `cofactors` holds N of them, of N² entries, a generator
-)
+COMPARED = 256  # generators the solvers are compared on, fewer where COMPARED·N⁴ is more than COMPARED_WORK
+COMPARED_WORK = 1e9  # `cofactors` takes N determinants of N³ operations each
 
 
 def theory(
@@ -51,7 +50,7 @@ def theory(
         seed: decides the random generator, how it drifts with y, and the start of φ.
         drift: speed ω of the slow variable, in units of the slowest relaxation rate; order 1 needs it well
             below 1.
-        steps: training steps of φ (3000, or 300 with --quick).
+        steps: training steps of φ (2000, or 300 with --quick).
         hidden: width of φ's two hidden layers.
         out: write an HTML page with a plot of each result, which opens offline.
         quick: a coarser integration, fewer generators and training steps.
@@ -59,12 +58,15 @@ def theory(
     """
     if out is not None and out.is_dir():
         raise InputError(f"--out {out} is a folder: name the HTML file to write")
+    if steps is None:
+        steps = 300 if quick else 2000
+    for flag, value in (("--drift", drift), ("--steps", steps), ("--hidden", hidden)):
+        if not 0 < value < math.inf:
+            raise InputError(f"{flag} must be a positive number, not {value:g}")
     W = _generators(generator, states, seed)
     drifting = fast_slow.DriftingGenerator(W.flatten(0, -3)[0] if W.ndim > 2 else W, seed)
     compared = _compared(W, drifting, given=generator is not None, quick=quick, seed=seed)
     solvers = master.disagreement(compared)
-    if steps is None:
-        steps = 300 if quick else 3000
     convergence, fit = _run(drifting, drift, steps, hidden, seed, quick)
     result = {
         "generator": str(generator) if generator else "random",
@@ -104,9 +106,9 @@ def _generators(path: Path | None, states: int | None, seed: int) -> Tensor:
 def _compared(
     W: Tensor, drifting: fast_slow.DriftingGenerator, given: bool, quick: bool, seed: int
 ) -> Tensor:
-    """What the solvers are compared on: the generators given, or random ones, and the drifting one on its way."""
+    """What the solvers are compared on: given generators or random ones, and the drifting one on its way."""
     N = drifting.states
-    count = max(2, min(32 if quick else COMPARED, COMPARED_ENTRIES // N**3))
+    count = max(2, min(32 if quick else COMPARED, int(COMPARED_WORK / N**4)))
     along = drifting.at(fast_slow.turn(count // 2))
     others = W.reshape(-1, N, N) if given else master.random_generator(N, (count // 2,), seed)
     return torch.cat([others, along])
@@ -119,7 +121,7 @@ def _run(
         paths = progress.add_task("integrating ε = 1/2 … 1/64", total=len(fast_slow.EPSILONS))
         training = progress.add_task("training φ", total=steps, start=False)
         convergence = fast_slow.converge(
-            drifting, drift, points=100 if quick else 300, each=lambda path: progress.advance(paths)
+            drifting, drift, points=100 if quick else 200, each=lambda path: progress.advance(paths)
         )
         progress.start_task(training)
         fit = variational.fit(

@@ -123,10 +123,13 @@ def replaced_row(W: Tensor) -> Tensor:
 
 def cofactors(W: Tensor) -> Tensor:
     """Every principal minor of −W is positive, so logarithms of determinants carry all there is to know."""
-    N = W.shape[-1]
-    others = torch.tensor([[j for j in range(N) if j != i] for i in range(N)], device=W.device)
-    minors = -_scaled(W)[..., others[:, :, None], others[:, None, :]]  # (..., N, N-1, N-1)
-    return torch.softmax(torch.linalg.slogdet(minors).logabsdet, -1)
+    states = torch.arange(W.shape[-1], device=W.device)
+    scaled = _scaled(W)
+    logs = []
+    for i in states:  # one minor at a time: all of them together are N times the size of W
+        others = states[states != i]
+        logs.append(torch.linalg.slogdet(scaled[..., others[:, None], others]).logabsdet)
+    return torch.softmax(torch.stack(logs, -1), -1)
 
 
 def null_vector(W: Tensor) -> Tensor:
@@ -263,8 +266,8 @@ def _check_connected(W: Tensor) -> None:
     if len(closed) > 1:
         raise InputError(
             f"{name} is reducible: it has {len(closed)} closed classes of states, {_list_sets(closed)}, "
-            "each with a stationary distribution of its own, so none is singled out; connect them, or solve each "
-            "alone"
+            "each with a stationary distribution of its own, so none is singled out; "
+            "connect them, or solve each alone"
         )
     passing = sorted(state for states, is_closed in classes if not is_closed for state in states)
     raise InputError(
