@@ -17,6 +17,7 @@ from qkflow.errors import InputError, unknown
 # name on the command line -> (module under qkflow.commands, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("bench", "bench", "what each coupling and scoring costs beside standard attention"),
+    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
 }
 
 
