@@ -146,8 +146,12 @@ class Attention(nn.Module):
         """Project, couple, normalise, rotate."""
         self._check_input(x, context)
         source = x if context is None else context
-        q, k = self.qk(x, source)
-        q, k = self.coupling.reference(q, k) if textbook else self.coupling(q, k)
+        if textbook:
+            q, k = self.coupling.reference(*self.qk(x, source))
+        elif context is None and isinstance(self.qk, FactorisedQK):
+            q, k = self.coupling.from_input(x, self.qk)
+        else:
+            q, k = self.coupling(*self.qk(x, source))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:

@@ -45,17 +45,17 @@ class Uncoupled(Coupling):
 
     def _key_step(self) -> Tensor:
         """Δ of each key head: its group's mean."""
-        return self.step().view(self.heads.keys, self.heads.group).mean(dim=1)
+        return self.step.per_head().view(self.heads.keys, self.heads.group).mean(dim=1)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (
-            _flow(q, self.query_network, self.step(), self.steps),
+            _flow(q, self.query_network, self.step.per_head(), self.steps),
             _flow(k, self.key_network, self._key_step(), self.steps),
         )
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
-            q = q + self.step()[:, None] * self.query_network(q)
+            q = q + self.step.per_head()[:, None] * self.query_network(q)
             k = k + self._key_step()[:, None] * self.key_network(k)
         return q, k
 
