@@ -46,7 +46,7 @@ class FactorisedQK(nn.Module):
         return weight, self.q.bias + scale * self.keys_for_queries(self.k.bias)
 
     def keys_for_queries(self, weight: Tensor) -> Tensor:
-        """Repeat the rows of a key projection (G·D, …) so that they line up with the query rows (H·D, …)."""
+        """Repeat the rows of a key projection (G·D, …) to line up with the query rows (H·D, …)."""
         heads = self.heads
         if heads.group == 1:
             return weight

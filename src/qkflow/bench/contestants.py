@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.attention import Attention, couplings, merge, scorings
 from qkflow.errors import InputError, unknown
@@ -177,12 +176,6 @@ def decoding_call(model: Decoder, shape: Shape, device: torch.device) -> Callabl
             token = model.logits(model(token, caches=caches)[:, -1:]).argmax(-1)
 
     return decode
-
-
-def counted_flops(call: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
 
 
 def verify(row: Contestant, shape: Shape) -> float:

@@ -10,29 +10,24 @@ where β sums the kicks σ(u), A sums β over the drifts, and u = W1·q + b1, al
     u_j = u_0 + jΔ·w_0 + Δ·(W1·W2')·A_j        with w_0 = W1·k.
 
 One entry (W1·q, W1·k), n steps on r numbers a head, one exit: O(D·r + n·r²) instead of O(n·D·r), with no
-D-wide intermediate, equal to the textbook integrator up to rounding.
+D-wide intermediate, equal to the textbook integrator up to rounding. `fused` holds the passes over memory.
 
-What costs is memory traffic. When the projections are at hand (`from_input`), q + nΔ·k comes out of one
-product with W_Q + nΔ·W_K, and the latents out of one with W1·W_Q and W1·W_K: no pass over q or k at all,
-and neither has to be kept for the backward pass.
-
-Grouped heads share a key, so a group of R query heads shares one latent space of R·r dimensions:
-W2' = [Δ_h·W2_h / R] side by side. Latents are laid out (G, R·r, N) with the N = B·T tokens last: small
-matrices multiply from the left, which the batched product likes best by far.
+Grouped heads share a key, so a group of R query heads shares one latent space of ρ = R·r dimensions:
+W2' = [Δ_h·W2_h / R] side by side.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.circuits import FactorisedQK
-from qkflow.attention.couplings.base import Coupling, add_drift
-from qkflow.attention.couplings.trajectory import Scheme, trajectory
+from qkflow.attention.couplings.base import Coupling
+from qkflow.attention.couplings.fused import add_low_rank, couple
+from qkflow.attention.couplings.trajectory import Activation, Rule, Scheme, walk
 from qkflow.attention.heads import Heads
 
 
@@ -44,23 +39,24 @@ class Force:
     w2: Tensor
     b1: Tensor | None
     b2: Tensor | None
-    activation: Literal["silu", "sigmoid"]
+    activation: Activation
 
 
 @dataclass(frozen=True)
 class Weights:
     """Everything the trajectory needs that depends on parameters alone."""
 
+    rule: Rule
     total: Tensor  # nΔ (H,)
-    w1: Tensor  # (G, R·r, D)
-    rows: Tensor  # Δ of each latent row (G, R·r, 1)
-    mix: Tensor  # Δ·(W1·W2') (G, R·r, R·r)
-    exit_k: Tensor  # W2'ᵀ (G, R·r, D)
-    exit_q: Tensor  # Δ·W2'ᵀ (H, R·r, D)
-    b1: Tensor | None  # (G, R·r, 1)
+    w1: Tensor  # (G, ρ, D)
+    rows: Tensor  # Δ of each latent row (G, ρ, 1)
+    mix: Tensor  # Δ·(W1·W2') (G, ρ, ρ)
+    exit_k: Tensor  # W2'ᵀ (G, ρ, D)
+    exit_q: Tensor  # Δ·W2'ᵀ (H, ρ, D)
+    b1: Tensor | None  # (G, ρ, 1)
     bias: Tensor | None  # what b2 adds to a key per kick (G, D)
-    pull: Tensor | None  # what that does to u per drift (G, R·r, 1)
-    projection: Tensor | None = None  # rows: W_Q + nΔ·W_K, then the latents' (inference only)
+    pull: Tensor | None  # what that does to u per drift (G, ρ, 1)
+    projection: Tensor | None = None  # rows of W_Q + nΔ·W_K, then of the latents (inference only)
     projection_bias: Tensor | None = None
 
 
@@ -79,82 +75,64 @@ class LatentCoupling(Coupling):
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        heads, weights = self.heads, self._weights()
-        q_heads, k_heads = _by_head(q), _by_head(k)
-        w1 = weights.w1.view(heads.queries, -1, heads.size)
-        u = torch.bmm(w1, q_heads.transpose(1, 2)).view(heads.keys, weights.w1.shape[1], -1)
-        w = None
-        if self.folded or self._needs_key_latent():
-            w = torch.bmm(weights.w1, k_heads.transpose(1, 2))
-        if self.folded and w is not None:
-            u = u - self.steps * weights.rows * w
-        drifted = q if self.folded else add_drift(q, k, weights.total)
-        return self._finish(drifted, k, u, w, weights)
+        weights = self._weights()
+        q, k = couple(q, k, weights, self.folded)
+        return self._add_bias(q, k, weights)
 
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
-        """The coupled (q, k) of tokens x (B, T, width), straight from the projections' weights."""
+        """The coupled (q, k) of tokens x (B, T, width), through products of weights where those are cheaper.
+
+        q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
+        k, and neither is kept for the backward pass. In training that pays while one latent is needed.
+        """
         if self.folded:
             return self(*qk(x, x))
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return self._infer(x, qk)
-        if x.shape[0] * x.shape[1] < qk.q.out_features:
-            return self(*qk(x, x))  # too few tokens to pay for products of weights
-        heads, weights = self.heads, self._weights()
+        few = x.shape[0] * x.shape[1] < qk.q.out_features
+        if self._needs_key_latent() or few:
+            return self(*qk(x, x))
+        weights = self._weights()
         weight, bias = qk.drifted(weights.total)
-        drifted = F.linear(x, weight, bias).unflatten(-1, (heads.queries, heads.size))
         entry, entry_bias = self._entry(qk, weights)
-        latent = entry @ x.flatten(0, 1).t()
+        u = entry @ x.flatten(0, 1).t()
         if entry_bias is not None:
-            latent = latent + entry_bias
-        u, w = self._split(latent)
-        return self._finish(drifted, qk.keys(x), u, w, weights)
+            u = u + entry_bias
+        return self._finish(F.linear(x, weight, bias), qk.keys(x), u, weights)
+
+    def _finish(self, drifted: Tensor, k: Tensor, latent: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        """Run the trajectory from latent rows (…, N); add what it leaves to q + nΔk and to k."""
+        heads = self.heads
+        u, *w = latent.unflatten(0, (-1, heads.keys, weights.w1.shape[1])).unbind()
+        if weights.b1 is not None:
+            u = u + weights.b1
+        path = walk(weights.rule, u, weights.rows * w[0] if w else None, weights.mix, weights.pull)
+        q = drifted.unflatten(-1, (heads.queries, heads.size))
+        if path.area is not None:
+            q = add_low_rank(q, path.area.repeat_interleave(heads.group, dim=0), weights.exit_q)
+        return self._add_bias(q, add_low_rank(k, path.beta, weights.exit_k), weights)
+
+    def _add_bias(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        if weights.bias is None:
+            return q, k
+        reach = weights.rule.reach(self.steps) / self.steps * weights.total[:, None]
+        return q + reach * weights.bias.repeat_interleave(
+            self.heads.group, dim=0
+        ), k + self.steps * weights.bias
 
     def _needs_key_latent(self) -> bool:
         return self.scheme == "leapfrog" or self.steps > 1
 
     def _entry(self, qk: FactorisedQK, weights: Weights) -> tuple[Tensor, Tensor | None]:
         """Rows W1·W_Q, then W1·W_K where needed, and their biases as a column."""
-        heads, biased = self.heads, qk.q.bias is not None
+        heads = self.heads
         w1 = weights.w1.view(heads.queries, -1, heads.size)
-        rows = [torch.bmm(w1, qk.q.weight.view(heads.queries, heads.size, -1)).flatten(0, 1)]
-        biases = [torch.bmm(w1, qk.q.bias.view(heads.queries, heads.size, 1)).flatten(0, 1)] if biased else []
-        if self._needs_key_latent():
-            rows.append(torch.bmm(weights.w1, qk.k.weight.view(heads.keys, heads.size, -1)).flatten(0, 1))
-            if biased:
-                biases.append(torch.bmm(weights.w1, qk.k.bias.view(heads.keys, heads.size, 1)).flatten(0, 1))
-        return torch.cat(rows), torch.cat(biases) if biased else None
-
-    def _split(self, latent: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows (latents, N) into u and w, each (G, R·r, N)."""
-        parts = latent.unflatten(0, (-1, self.heads.keys, latent.shape[0] // self._latent_blocks()))
-        return parts[0], parts[1] if len(parts) > 1 else None
-
-    def _latent_blocks(self) -> int:
-        return self.heads.keys * (2 if self._needs_key_latent() else 1)
-
-    def _finish(
-        self, drifted: Tensor, k: Tensor, u: Tensor, w: Tensor | None, weights: Weights
-    ) -> tuple[Tensor, Tensor]:
-        """Run the trajectory and add what it left to q + nΔk and to k."""
-        shape, heads = k.shape[:2], self.heads
-        if weights.b1 is not None:
-            u = u + weights.b1
-        drift = weights.rows * w if w is not None and self._needs_key_latent() else None
-        path = trajectory(
-            u, drift, weights.mix, weights.pull, self.scheme, self.steps, self.force().activation
-        )
-        k_out = torch.baddbmm(_by_head(k), path.beta.transpose(1, 2), weights.exit_k)
-        k_out = k_out.transpose(0, 1).unflatten(0, shape)
-        q_out = drifted
-        if path.area is not None:
-            area = path.area.repeat_interleave(heads.group, dim=0)  # every query of a group shares A
-            q_out = torch.baddbmm(_by_head(q_out), area.transpose(1, 2), weights.exit_q)
-            q_out = q_out.transpose(0, 1).unflatten(0, shape)
-        if weights.bias is not None:
-            k_out = k_out + path.kicks * weights.bias
-            reach = path.reach / self.steps * weights.total[:, None]
-            q_out = q_out + reach * weights.bias.repeat_interleave(heads.group, dim=0)
-        return q_out, k_out
+        pairs = [(w1, qk.q)] + ([(weights.w1, qk.k)] if self._needs_key_latent() else [])
+        rows = [(w @ layer.weight.view(len(w), heads.size, -1)).flatten(0, 1) for w, layer in pairs]
+        if qk.q.bias is None:
+            return torch.cat(rows), None
+        biases = [(w @ layer.bias.view(len(w), heads.size, 1)).flatten(0, 1) for w, layer in pairs]
+        return torch.cat(rows), torch.cat(biases)
 
     def _weights(self) -> Weights:
         heads, force, delta = self.heads, self.force(), self.delta()
@@ -163,18 +141,18 @@ class LatentCoupling(Coupling):
         exit_k = (force.w2 * (delta / group)[:, None, None]).transpose(1, 2)
         exit_k = exit_k.reshape(keys, group * hidden, heads.size)
         rows = delta[:, None].expand(-1, hidden).reshape(keys, -1, 1)
-        exit_q = exit_k.repeat_interleave(group, dim=0) * delta[:, None, None]
         bias = pull = None
         if force.b2 is not None:
             bias = (force.b2 * delta[:, None]).view(keys, group, -1).mean(dim=1)
             pull = rows * (w1 @ bias.unsqueeze(-1))
         return Weights(
+            rule=Rule(self.scheme, self.steps, force.activation),
             total=self.steps * delta,
             w1=w1,
             rows=rows,
             mix=rows * (w1 @ exit_k.transpose(1, 2)),
             exit_k=exit_k,
-            exit_q=exit_q,
+            exit_q=exit_k.repeat_interleave(group, dim=0) * delta[:, None, None],
             b1=None if force.b1 is None else force.b1.reshape(keys, -1, 1),
             bias=bias,
             pull=pull,
@@ -185,10 +163,8 @@ class LatentCoupling(Coupling):
         weights = self._prepared(qk)
         assert weights.projection is not None
         wide = F.linear(x, weights.projection, weights.projection_bias)
-        size = qk.q.out_features
-        drifted = wide[..., :size].unflatten(-1, (self.heads.queries, self.heads.size))
-        u, w = self._split(wide[..., size:].flatten(0, 1).t())
-        return self._finish(drifted, qk.keys(x), u, w, weights)
+        drifted, latent = wide.split((qk.q.out_features, wide.shape[-1] - qk.q.out_features), dim=-1)
+        return self._finish(drifted, qk.keys(x), latent.flatten(0, 1).t(), weights)
 
     def _prepared(self, qk: FactorisedQK) -> Weights:
         sources = [*self.parameters(), *self.buffers(), *qk.parameters()]
@@ -198,16 +174,10 @@ class LatentCoupling(Coupling):
             plain = self._weights()
             weight, bias = qk.drifted(plain.total)
             entry, entry_bias = self._entry(qk, plain)
-            whole_bias = None
             if bias is not None and entry_bias is not None:
-                whole_bias = torch.cat((bias, entry_bias.flatten()))
-            made = Weights(
-                **{**plain.__dict__, "projection": torch.cat((weight, entry)), "projection_bias": whole_bias}
-            )
-            kept = (state, made)
-            self.__dict__["_kept"] = (
-                kept  # beside the module's state: never saved, moved or copied as a tensor
-            )
+                bias = torch.cat((bias, entry_bias.flatten()))
+            kept = (state, replace(plain, projection=torch.cat((weight, entry)), projection_bias=bias))
+            self.__dict__["_kept"] = kept  # not part of the module's state: never saved
         return kept[1]
 
 
@@ -220,8 +190,3 @@ def trajectory_flops(heads: Heads, hidden: int, steps: int, scheme: Scheme) -> i
     entries = thin if single else 2 * thin
     exits = thin if single else thin + heads.group * thin
     return entries + mixes * 2 * heads.keys * latent * latent + exits
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """(B, T, H, D) -> (H, N, D), a view."""
-    return x.flatten(0, 1).transpose(0, 1)

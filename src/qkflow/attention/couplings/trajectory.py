@@ -1,14 +1,15 @@
-"""n steps in latent space: the sums β of the kicks and A of the drifts, with their gradients by hand.
+"""n steps in latent space: the sums β of the kicks and A of the drifts, and the adjoint of both.
 
-Plain autograd would keep every step; the function here keeps u and the drift, recomputes the steps in the
-backward pass (they are r numbers a head) and runs the adjoint recursion. `trajectory_reference` is the same
-in plain operations, and is what the compiler sees.
+`walk` runs the steps, `adjoint` carries gradients back through them; `latent` explains the symbols.
+
+    euler     A += β ; β += σ(u) ; u moves: all from the old values
+    leapfrog  half a kick, then drift and kick in turn, half a kick at the end
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,169 +20,122 @@ Activation = Literal["silu", "sigmoid"]
 
 
 @dataclass(frozen=True)
+class Rule:
+    """Which trajectory: scheme, number of steps, and σ."""
+
+    scheme: Scheme
+    steps: int
+    activation: Activation
+
+    @property
+    def moves(self) -> int:
+        """How often u moves to a new place where σ is evaluated."""
+        return self.steps if self.scheme == "leapfrog" else self.steps - 1
+
+    def reach(self, step: int) -> float:
+        """A after `step` drifts if σ were 1 throughout."""
+        return step * step / 2 if self.scheme == "leapfrog" else step * (step - 1) / 2
+
+    def kick(self, u: Tensor) -> Tensor:
+        return F.silu(u) if self.activation == "silu" else torch.sigmoid(u)
+
+    def slope(self, grad: Tensor, u: Tensor) -> Tensor:
+        """grad · σ'(u)."""
+        if self.activation == "silu":
+            return torch.ops.aten.silu_backward(grad, u)
+        return torch.ops.aten.sigmoid_backward(grad, torch.sigmoid(u))
+
+
+@dataclass
 class Path:
-    """β, A (None where it stays zero), and the same two sums for σ ≡ 1."""
+    """The final β and A (None where it stays zero), and each u_j on the way with the A_j that moved it."""
 
     beta: Tensor
     area: Tensor | None
-    kicks: float
-    reach: float
+    places: list[Tensor] = field(default_factory=list)
+    areas: list[Tensor | None] = field(default_factory=list)
 
 
-def trajectory(
-    u: Tensor,
-    drift: Tensor | None,
-    mix: Tensor,
-    pull: Tensor | None,
-    scheme: Scheme,
-    steps: int,
-    activation: Activation,
-) -> Path:
-    """u, drift (G, ρ, N), mix (G, ρ, ρ), pull (G, ρ, 1); see `latent` for what they mean."""
-    kicks, reach = float(steps), float(_reaches(scheme, steps)[-1])
-    if scheme == "euler" and steps == 1:
-        return Path(_apply(activation, u), None, kicks, reach)
-    if torch.compiler.is_compiling():
-        return trajectory_reference(u, drift, mix, pull, scheme, steps, activation)
-    assert drift is not None
-    beta, area = _Trajectory.apply(u, drift, mix, pull, scheme, steps, activation)
-    return Path(beta, area, kicks, reach)
-
-
-def trajectory_reference(
-    u: Tensor,
-    drift: Tensor | None,
-    mix: Tensor,
-    pull: Tensor | None,
-    scheme: Scheme,
-    steps: int,
-    activation: Activation,
-) -> Path:
-    _, _, beta, area = _walk(u, drift, mix, pull, scheme, steps, activation)
-    return Path(beta, area, float(steps), float(_reaches(scheme, steps)[-1]))
-
-
-def _apply(activation: Activation, u: Tensor) -> Tensor:
-    return F.silu(u) if activation == "silu" else torch.sigmoid(u)
-
-
-def _slope(activation: Activation, grad: Tensor, u: Tensor) -> Tensor:
-    """grad · σ'(u)."""
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(grad, u)
-    return torch.ops.aten.sigmoid_backward(grad, torch.sigmoid(u))
-
-
-def _reaches(scheme: Scheme, steps: int) -> list[float]:
-    """A_j for σ ≡ 1, j = 0 … n."""
-    if scheme == "euler":
-        return [j * (j - 1) / 2 for j in range(steps + 1)]
-    return [j * j / 2 for j in range(steps + 1)]
-
-
-def _walk(
-    u: Tensor,
-    drift: Tensor | None,
-    mix: Tensor,
-    pull: Tensor | None,
-    scheme: Scheme,
-    steps: int,
-    activation: Activation,
-) -> tuple[list[Tensor], list[Tensor | None], Tensor, Tensor | None]:
-    """All u_j and the A_j that moved them there, then the final β and A.
-
-    euler     A += β ; β += σ(u) ; u moves: all from the old values
-    leapfrog  half a kick, then drift and kick in turn, half a kick at the end
-    """
-    leap = scheme == "leapfrog"
-    reaches = _reaches(scheme, steps)
-    first = _apply(activation, u)
-    beta = 0.5 * first if leap else first
-    area: Tensor | None = beta if leap else None
-    places: list[Tensor] = [u]
-    areas: list[Tensor | None] = [None]
-    for step in range(1, steps + leap):
+def walk(rule: Rule, u: Tensor, drift: Tensor | None, mix: Tensor, pull: Tensor | None) -> Path:
+    """From u (G, ρ, N), with drift (G, ρ, N) = Δ·w_0, mix (G, ρ, ρ) and pull (G, ρ, 1), the part of b2."""
+    leap = rule.scheme == "leapfrog"
+    beta = rule.kick(u)
+    if leap:
+        beta = 0.5 * beta
+    area = beta if leap else None
+    path = Path(beta, area)
+    for step in range(1, rule.moves + 1):
         assert drift is not None
         place = torch.add(u, drift, alpha=step)
         if pull is not None:
-            place = place + reaches[step] * pull
+            place += rule.reach(step) * pull
         if area is not None:
-            place = torch.baddbmm(place, mix, area)
-        places.append(place)
-        areas.append(area)
-        kick = _apply(activation, place)
+            place.baddbmm_(mix, area)
+        path.places.append(place)
+        path.areas.append(area)
+        kick = rule.kick(place)
+        last = leap and step == rule.steps
         if not leap:
             area = beta if area is None else area + beta
-            beta = beta + kick
-        elif step < steps:
-            beta = beta + kick
+        share = 0.5 if last else 1.0
+        # in place, but for the first β, which the path may keep as its first A
+        beta = torch.add(beta, kick, alpha=share) if step == 1 else beta.add_(kick, alpha=share)
+        if leap and not last:
             assert area is not None
             area = area + beta
+    path.beta, path.area = beta, area
+    return path
+
+
+@dataclass
+class Adjoint:
+    """Gradients with respect to what `walk` takes."""
+
+    u: Tensor
+    drift: Tensor | None
+    mix: Tensor | None
+    pull: Tensor | None
+
+
+def adjoint(
+    rule: Rule,
+    path: Path,
+    u: Tensor,
+    mix: Tensor,
+    pull: Tensor | None,
+    to_beta: Tensor,
+    to_area: Tensor | None,
+) -> Adjoint:
+    """Carry the gradients of β and A back along the path."""
+    leap = rule.scheme == "leapfrog"
+    back = mix.transpose(1, 2)
+    result = Adjoint(u, None, None, None)
+    to_u: Tensor | None = None
+    for step in range(rule.moves, 0, -1):
+        place, area = path.places[step - 1], path.areas[step - 1]
+        assert to_area is not None
+        if leap and step == rule.steps:
+            to_kick = 0.5 * to_beta
+        elif leap:
+            to_beta = to_kick = to_beta + to_area
         else:
-            beta = torch.add(beta, kick, alpha=0.5)
-    return places, areas, beta, area
+            to_kick, to_beta = to_beta, to_beta + to_area
+        to_place = rule.slope(to_kick, place)
+        result.drift = _plus(result.drift, to_place, step)
+        if area is not None:
+            share = torch.bmm(to_place, area.transpose(1, 2))
+            result.mix = share if result.mix is None else result.mix + share
+            to_area = torch.baddbmm(to_area, back, to_place)
+        if pull is not None:
+            result.pull = _plus(result.pull, to_place.sum(-1, keepdim=True), rule.reach(step))
+        to_u = to_place if to_u is None else to_u.add_(to_place)
+    if leap:
+        assert to_area is not None
+        to_beta = 0.5 * (to_beta + to_area)
+    start = rule.slope(to_beta, u)
+    result.u = start if to_u is None else to_u + start
+    return result
 
 
-class _Trajectory(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        u: Tensor,
-        drift: Tensor,
-        mix: Tensor,
-        pull: Tensor | None,
-        scheme: Scheme,
-        steps: int,
-        activation: Activation,
-    ) -> tuple[Tensor, Tensor]:
-        _, _, beta, area = _walk(u, drift, mix, pull, scheme, steps, activation)
-        assert area is not None
-        # a single leapfrog step ends with A equal to the first half kick, never the same tensor as β
-        return beta, area
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        u, drift, mix, pull, ctx.scheme, ctx.steps, ctx.activation = inputs
-        ctx.save_for_backward(u, drift, mix, pull)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        u, drift, mix, pull = ctx.saved_tensors
-        scheme, steps, activation = ctx.scheme, ctx.steps, ctx.activation
-        leap = scheme == "leapfrog"
-        reaches = _reaches(scheme, steps)
-        places, areas, _, _ = _walk(u, drift, mix, pull, scheme, steps, activation)
-        to_beta, to_area = grads
-        to_u = to_drift = to_mix = to_pull = None
-        back = mix.transpose(1, 2)
-        for step in range(len(places) - 1, 0, -1):
-            if leap and step == steps:
-                to_kick = 0.5 * to_beta
-            elif leap:
-                to_beta = to_beta + to_area
-                to_kick = to_beta
-            else:
-                to_kick = to_beta
-                to_beta = to_beta + to_area
-            to_place = _slope(activation, to_kick, places[step])
-            to_u = to_place if to_u is None else to_u + to_place
-            moved = step * to_place if to_drift is None else torch.add(to_drift, to_place, alpha=step)
-            to_drift = moved
-            area = areas[step]
-            if area is not None:
-                across = area.transpose(1, 2)
-                to_mix = (
-                    torch.bmm(to_place, across) if to_mix is None else torch.baddbmm(to_mix, to_place, across)
-                )
-                to_area = torch.baddbmm(to_area, back, to_place)
-            if pull is not None:
-                share = reaches[step] * to_place.sum(-1, keepdim=True)
-                to_pull = share if to_pull is None else to_pull + share
-        if leap:
-            to_beta = 0.5 * (to_beta + to_area)
-        start = _slope(activation, to_beta, u)
-        to_u = start if to_u is None else to_u + start
-        if to_mix is None:
-            to_mix = torch.zeros_like(mix)
-        return to_u, to_drift, to_mix, to_pull, None, None, None
+def _plus(total: Tensor | None, term: Tensor, factor: float) -> Tensor:
+    return factor * term if total is None else total.add_(term, alpha=factor)
