@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
 
 from qkflow.data import patterns, prepare, verify
 from qkflow.data.shards import MANIFEST, open_set
@@ -268,6 +270,23 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(pipeline, "tokenise", meddle)
     with pytest.raises(InputError, match="changed while it was being read"):
         prepare(str(corpus), "bytes")
+
+
+def test_evaluation_knows_the_bytes_it_covers(corpus: Path, tmp_path: Path) -> None:
+    tokens = prepare(str(corpus), "bpe:300")
+    whole = tokens.evaluation("validation", 16, 4)
+    assert (whole.predicted, whole.covered_bytes) == (len(tokens.tokens("valid")), tokens.bytes("valid"))
+    part = tokens.evaluation("validation", 16, 4, limit=64)
+    text = tokens.tokenizer.decode([token for _, targets in part for token in targets.ravel().tolist()])
+    assert part.covered_bytes == len(text.encode())
+    # a tokenizer that forgets spaces: the whole is exact all the same, and a part in proportion
+    rust = RustTokenizer(models.WordLevel({"?": 0, "ba": 1, ".": 2}, unk_token="?"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    rust.save(str(tmp_path / "words.json"))
+    words = prepare(str(corpus), str(tmp_path / "words.json"))
+    assert words.evaluation("validation", 16, 4).covered_bytes == words.bytes("validation")
+    half = words.evaluation("validation", 16, 4, limit=len(words.tokens("validation")) // 2)
+    assert half.covered_bytes == pytest.approx(words.bytes("validation") / 2, rel=0.2)
 
 
 def test_own_splits_reach_the_set(tmp_path: Path) -> None:

@@ -79,6 +79,19 @@ def test_tables_without_a_header_take_a_number(tmp_path: Path) -> None:
         texts(f"{tmp_path}/cola.tsv#9")
 
 
+def test_columns_may_be_called_anything(tmp_path: Path) -> None:
+    (tmp_path / "msr.tsv").write_text("#1 String\t#2 String\nFirst.\tSecond.\n")
+    assert texts(f"{tmp_path}/msr.tsv##2 String") == ["Second."]
+    assert texts(f"{tmp_path}/*.tsv##1 String") == ["First."]
+    (tmp_path / "c#.txt").write_text("sharp\n")
+    assert texts(f"{tmp_path}/c#.txt") == ["sharp\n"]
+    assert texts(f"{tmp_path}/c#.txt#lines") == ["sharp"]
+    (tmp_path / "wide.jsonl").write_text(json.dumps({f"c{i}": i for i in range(1000)}))
+    with pytest.raises(InputError, match="no column of text, only c0, c1") as refused:
+        texts(tmp_path / "wide.jsonl")
+    assert len(str(refused.value)) < 300
+
+
 def test_rows_without_text_are_left_out_and_wrong_ones_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         '{"text": "one"}\n{"text": null}\n{"other": 1}\n{"text": "  "}\n"bare"\n'
