@@ -217,8 +217,8 @@ def test_folding_the_drift_changes_nothing(spec: str) -> None:
         [(drifted, k)] if coupling.name == "drift" else [folded(drifted, k), folded.reference(drifted, k)]
     )
     for new_q, new_k in outputs:
-        torch.testing.assert_close(new_q, expected[0], rtol=0, atol=1e-12)
-        torch.testing.assert_close(new_k, expected[1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(new_q, expected[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(new_k, expected[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -4,6 +4,8 @@ What a coupling costs is memory traffic: every D-wide pass over q or k counts. H
 once and the low-rank part is added to it in place; every product has its small matrix on the left and the
 N = B·T tokens last, (ρ × D)·(D × N), which the batched product likes best by far; and the steps are
 recomputed in the backward pass instead of kept.
+
+A compiler makes its own passes, so it is shown the same in plain operations.
 """
 
 from __future__ import annotations
@@ -25,6 +27,14 @@ Grads = tuple[Tensor | None, ...]
 def couple(q: Tensor, k: Tensor, weights: Weights, folded: bool) -> tuple[Tensor, Tensor]:
     """(q, k) of shapes (B, T, H, D), (B, T, G, D) at the end of the trajectory, but for what b2 adds."""
     w = weights
+    if torch.compiler.is_compiling():
+        u, key_latent = _entries(q, k, w.w1, w.b1, w.rows, w.rule, folded)
+        path = walk(w.rule, u, None if key_latent is None else w.rows * key_latent, w.mix, w.pull)
+        q_out = q if folded else add_drift(q, k, w.total)
+        if path.area is not None:
+            area = path.area.repeat_interleave(q.shape[2] // k.shape[2], dim=0)
+            q_out = add_low_rank(q_out, area, w.exit_q)
+        return q_out, add_low_rank(k, path.beta, w.exit_k)
     out: tuple[Tensor, Tensor] = _Couple.apply(
         q, k, w.total, w.w1, w.rows, w.mix, w.exit_k, w.exit_q, w.b1, w.pull, w.rule, folded
     )
@@ -33,12 +43,16 @@ def couple(q: Tensor, k: Tensor, weights: Weights, folded: bool) -> tuple[Tensor
 
 def add_low_rank(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
     """base (B, T, H, D) + coefficientsᵀ·rows, for coefficients (H, ρ, N) and rows (H, ρ, D)."""
+    if torch.compiler.is_compiling():
+        return base + _plain_product(coefficients, rows, base)
     out: Tensor = _AddLowRank.apply(base, coefficients, rows)
     return out
 
 
 def enter(x: Tensor, w1: Tensor) -> Tensor:
     """W1·x of (B, T, H, D) tokens for W1 (H, ρ, D): latents (H, ρ, N)."""
+    if torch.compiler.is_compiling():
+        return torch.bmm(w1, _by_head(x).transpose(1, 2))
     out: Tensor = _Enter.apply(x, w1)
     return out
 
@@ -48,6 +62,9 @@ def scale_and_shift(x: Tensor, latent: Tensor, scale: Tensor, shift: Tensor, bou
 
     latent is (H, ρ, N), scale and shift are (H, ρ, D).
     """
+    if torch.compiler.is_compiling():
+        stretch = torch.exp(bound * torch.tanh(_plain_product(latent, scale, x)))
+        return x * stretch + _plain_product(latent, shift, x)
     # tanh(s) = 2·sigmoid(2s) − 1 takes a third of the time; the 2 goes into the small matrix
     out: Tensor = _ScaleAndShift.apply(x, latent, 2 * scale, shift, bound)[0]
     return out
@@ -56,6 +73,10 @@ def scale_and_shift(x: Tensor, latent: Tensor, scale: Tensor, shift: Tensor, bou
 def _by_head(x: Tensor) -> Tensor:
     """(B, T, H, D) -> (H, N, D), a view where x is contiguous."""
     return x.reshape(-1, *x.shape[2:]).transpose(0, 1)
+
+
+def _plain_product(latent: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    return torch.bmm(latent.transpose(1, 2), rows).transpose(0, 1).reshape(like.shape)
 
 
 def _added(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
