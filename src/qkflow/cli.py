@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.commands, function, one line of help)
-COMMANDS: dict[str, tuple[str, str, str]] = {}
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
+    "report": ("report", "report", "build a comparison's outputs anew from its folder"),
+}
 
 
 def usage() -> str:
