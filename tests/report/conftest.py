@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ FINAL = {
     "uncoupled@fan_in": 5.06,
 }
 POINTS = 20
+HOSTILE = "</script><script>alert(1)</script><img src=https://example.com/x.png>"
 
 
 def write_study(path: Path, question: Question, final: dict[str, float], fail: str | None = None) -> Path:
@@ -116,14 +116,15 @@ def _write_run(path: Path, run: Run, final: float) -> None:
     (path / "result.json").write_text(json.dumps(result))
 
 
-@pytest.fixture
-def question() -> Question:
-    return Question(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
+@pytest.fixture(scope="session")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of three variants and the two controls."""
+    question = Question(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
+    return write_study(tmp_path_factory.mktemp("made") / "study", question, FINAL)
 
 
-@pytest.fixture
-def made_study(tmp_path: Path) -> Callable[..., Path]:
-    def make(question: Question, final: dict[str, float] | None = None, fail: str | None = None) -> Path:
-        return write_study(tmp_path / "study", question, final or FINAL, fail)
-
-    return make
+@pytest.fixture(scope="session")
+def hostile_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study with text in it that would break a careless page, and a variant that failed throughout."""
+    question = Question(data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000)
+    return write_study(tmp_path_factory.mktemp("made") / "hostile", question, FINAL, fail="euler@gpt2")

@@ -40,11 +40,10 @@ def compare(
     of final validation losses, each side at its best start, with an interval and a verdict in words.
     The same command goes on where an interrupted one stopped; more seeds or variants may be added later.
 
-    Examples:
-      qkflow compare
-      qkflow compare --data my.txt --variants standard,euler,leapfrog:n=7 --seeds 5 --tokens 1M --out study
-      qkflow compare --data speeches --minutes 10 --tune-lr
-      qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
+    $ qkflow compare
+    $ qkflow compare --data my.txt --variants standard,euler,leapfrog:n=7 --seeds 5 --tokens 1M --out study
+    $ qkflow compare --data speeches --minutes 10 --tune-lr
+    $ qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
 
     Args:
         data: The corpus: a built-in name, a path, or hf:NAME.
@@ -64,7 +63,7 @@ def compare(
         tune_lr: Give every variant from every start the same small learning-rate search.
         lr_factors: The grid of that search, as factors of --lr.
         match: What runs have in common: tokens, time or flops.
-        verdict: Ask for verdicts; --no-verdict allows fewer than 3 seeds.
+        verdict: Give numbers without verdicts, which allows fewer than 3 seeds.
         confidence: The level of intervals and verdicts.
         device: auto, cpu, cuda or mps.
         engine: local processes, or ray.

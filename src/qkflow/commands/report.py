@@ -12,9 +12,8 @@ def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
 
     Nothing is trained. It may be run while the comparison is still going, to see how things stand.
 
-    Examples:
-      qkflow report runs/speeches-tiny-200000
-      qkflow report study --json
+    $ qkflow report runs/speeches-tiny-200000
+    $ qkflow report study --json
 
     Args:
         folder: The folder `qkflow compare` wrote.

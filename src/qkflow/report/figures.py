@@ -1,7 +1,7 @@
 """The figures of a report, as plain Plotly dicts: the page draws them, so making them needs no Plotly.
 
-A variant has one colour everywhere (after Okabe & Ito 2008, told apart by colour-blind readers), the reference is
-grey. Text and grid colours are set by the page, which knows whether it is light or dark.
+A variant has one colour everywhere (after Okabe & Ito 2008, told apart by colour-blind readers), the
+reference is grey. Text and grid colours are set by the page, which knows whether it is light or dark.
 """
 
 from __future__ import annotations

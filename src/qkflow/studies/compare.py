@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -272,20 +272,10 @@ class _Study:
 
     def _affordable(self, costs: dict[str, Cost]) -> int:
         """The tokens per run that fill `minutes`, start-up and evaluation included."""
-        q = self.question
-        cells = self.grid.cells
-        count = len(cells) * (q.seeds + (len(q.lr_factors) if q.tune_lr else 0))
-        seconds = (q.minutes or 0) * 60 * self.jobs / (self.jobs * math.ceil(count / self.jobs))
-        around = sum(costs[cell.variant.model].around for cell in cells) / len(cells)
-        step = sum(costs[cell.variant.model].step_seconds for cell in cells) / len(cells)
-        steps = int((seconds - around) / step)
-        if steps < CALIBRATION_STEPS:
-            need = math.ceil(count / self.jobs) * (around + CALIBRATION_STEPS * step) / 60
-            raise InputError(
-                f"--minutes {q.minutes:g} is too short for {count} runs, {self.jobs} at a time; "
-                f"give at least {math.ceil(need)}, or fewer variants, starts or seeds"
-            )
-        return steps * q.batch * q.length
+        q, each = self.question, [costs[cell.variant.model] for cell in self.grid.cells]
+        count = len(each) * (q.seeds + (len(q.lr_factors) if q.tune_lr else 0))
+        average = Cost(*(sum(values) / len(each) for values in zip(*map(astuple, each), strict=True)))
+        return affordable_steps(q.minutes or 0, count, self.jobs, average) * q.batch * q.length
 
 
 @dataclass(frozen=True)
@@ -298,7 +288,20 @@ class Cost:
 
     @classmethod
     def typical(cls, costs: Sequence[Cost]) -> Cost:
-        return cls(**{name: median(asdict(cost)[name] for cost in costs) for name in asdict(costs[0])})
+        return cls(*(median(values) for values in zip(*map(astuple, costs), strict=True)))
+
+
+def affordable_steps(minutes: float, runs: int, jobs: int, cost: Cost) -> int:
+    """The steps each of `runs` runs can make, `jobs` at a time, for all to be done in `minutes`."""
+    rounds = math.ceil(runs / jobs)
+    steps = int((60 * minutes / rounds - cost.around) / cost.step_seconds)
+    if steps < CALIBRATION_STEPS:
+        need = rounds * (cost.around + CALIBRATION_STEPS * cost.step_seconds) / 60
+        raise InputError(
+            f"--minutes {minutes:g} is too short for {runs} runs, {jobs} at a time; "
+            f"give at least {need:.2g}, or fewer variants, starts or seeds"
+        )
+    return steps
 
 
 def _settled(watched: list[Watched]) -> list[Watched]:

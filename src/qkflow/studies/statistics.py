@@ -19,6 +19,7 @@ import numpy as np
 
 SMALLEST_SAMPLE = 3  # two pairs give an interval with one degree of freedom: a verdict needs more
 RESAMPLES = 9999
+ROUNDING = 1e-12  # losses of order one that differ by less than this are the same loss
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,15 @@ def t_interval(d: np.ndarray, confidence: float) -> tuple[float | None, float | 
 
     if len(d) < 2:
         return None, None, None
-    if np.ptp(d) == 0:  # identical differences: the test statistic is 0/0 or infinite
-        return float(d[0]), float(d[0]), 1.0 if d[0] == 0 else 0.0
+    if _identical(d):  # the test statistic would be 0/0 or infinite
+        return float(d[0]), float(d[0]), 1.0 if abs(d[0]) < ROUNDING else 0.0
     test = stats.ttest_1samp(d, 0.0)
     interval = test.confidence_interval(confidence)
     return float(interval.low), float(interval.high), float(test.pvalue)
+
+
+def _identical(d: np.ndarray) -> bool:
+    return bool(np.ptp(d) < ROUNDING)
 
 
 def bootstrap_interval(
@@ -75,7 +80,7 @@ def bootstrap_interval(
 
     if len(d) < 2:
         return None, None
-    if np.ptp(d) == 0:
+    if _identical(d):
         return float(d[0]), float(d[0])
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
