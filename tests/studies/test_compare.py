@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from toy_study import TOY
 
 from qkflow.errors import InputError
 from qkflow.studies import Comparison, compare, rebuild
@@ -25,9 +26,9 @@ def starts(folder: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def answer(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     folder = tmp_path_factory.mktemp("studies") / "whole"
-    return compare("toy text", variants="standard,euler,broken@gpt2", out=folder, **toy)
+    return compare("toy text", variants="standard,euler,broken@gpt2", out=folder, **TOY)
 
 
 def test_says_what_helps_and_what_failed_and_finishes_the_rest(answer: Comparison) -> None:
@@ -70,11 +71,9 @@ def test_leaves_every_output(answer: Comparison) -> None:
     )
 
 
-def test_asked_again_only_failures_are_tried_again_and_more_may_be_asked(
-    answer: Comparison, toy: dict[str, Any]
-) -> None:
+def test_asked_again_only_failures_are_tried_again_and_more_may_be_asked(answer: Comparison) -> None:
     before = starts(answer.folder)
-    more = compare("toy text", variants="standard,euler,broken@gpt2,drift@gpt2", out=answer.folder, **toy)
+    more = compare("toy text", variants="standard,euler,broken@gpt2,drift@gpt2", out=answer.folder, **TOY)
     after = starts(answer.folder)
     assert all(after[run] == 1 for run in before if not run.startswith("broken"))
     assert all(after[run] == 2 for run in before if run.startswith("broken"))
@@ -84,13 +83,13 @@ def test_asked_again_only_failures_are_tried_again_and_more_may_be_asked(
     assert rebuild(answer.folder).summary == more.summary
 
 
-def test_another_question_is_not_written_over_the_first(answer: Comparison, toy: dict[str, Any]) -> None:
+def test_another_question_is_not_written_over_the_first(answer: Comparison) -> None:
     with pytest.raises(InputError, match="holds a comparison with preset tiny, not small"):
-        compare("toy text", variants="euler", preset="small", out=answer.folder, **toy)
+        compare("toy text", variants="euler", preset="small", out=answer.folder, **TOY)
 
 
-def test_learning_rates_are_tuned_on_a_seed_apart(tmp_path: Path, toy: dict[str, Any]) -> None:
-    ask = {"variants": "euler@gpt2", "starts": "gpt2", "seeds": 1, "verdict": False, **toy}
+def test_learning_rates_are_tuned_on_a_seed_apart(tmp_path: Path) -> None:
+    ask = {"variants": "euler@gpt2", "starts": "gpt2", "seeds": 1, "verdict": False, **TOY}
     found = compare("toy", out=tmp_path / "s", tune_lr=True, lr_factors="0.01,1", **ask)
     tried = {row["cell"]: row for row in found.summary["learning_rates"]}
     assert set(tried) == {"standard@gpt2", "euler@gpt2"}
@@ -103,8 +102,8 @@ def test_learning_rates_are_tuned_on_a_seed_apart(tmp_path: Path, toy: dict[str,
     assert {row["lr"] for row in found.rows} == {0.3}
 
 
-def test_equal_flops_give_the_dearer_model_fewer_tokens(tmp_path: Path, toy: dict[str, Any]) -> None:
-    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, "match": "flops", **toy}
+def test_equal_flops_give_the_dearer_model_fewer_tokens(tmp_path: Path) -> None:
+    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, "match": "flops", **TOY}
     found = compare("toy", out=tmp_path / "s", **ask)
     tokens = {row["variant"]: row["tokens"] for row in found.rows}
     assert tokens == {"standard": 640, "euler": 512}  # the toy counts 1.25 times the FLOPs for euler
@@ -114,8 +113,8 @@ def test_equal_flops_give_the_dearer_model_fewer_tokens(tmp_path: Path, toy: dic
     assert sum(starts(tmp_path / "s").values()) == count
 
 
-def test_minutes_become_tokens(tmp_path: Path, toy: dict[str, Any]) -> None:
-    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, **toy, "tokens": None}
+def test_minutes_become_tokens(tmp_path: Path) -> None:
+    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, **TOY, "tokens": None}
     found = compare("toy", out=tmp_path / "s", minutes=0.2, **ask)
     budgets = StudyFolder(tmp_path / "s").load()["budgets"]
     assert budgets["euler"] == budgets["standard"] == found.rows[0]["tokens"]
@@ -141,45 +140,41 @@ def test_minutes_are_shared_out_over_runs_and_jobs() -> None:
         ({"lr_factors": "x"}, "--lr-factors must be numbers"),
     ],
 )
-def test_bad_input_leaves_nothing_behind(
-    change: dict[str, Any], hint: str, tmp_path: Path, toy: dict[str, Any]
-) -> None:
+def test_bad_input_leaves_nothing_behind(change: dict[str, Any], hint: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=hint):
-        compare("toy", **{"variants": "euler", **toy, **change}, out=tmp_path / "s")
+        compare("toy", **{"variants": "euler", **TOY, **change}, out=tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
-def test_what_a_worker_calls_bad_input_stops_the_comparison(tmp_path: Path, toy: dict[str, Any]) -> None:
+def test_what_a_worker_calls_bad_input_stops_the_comparison(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="picky@gpt2: option 'm' of coupling 'picky' is unknown"):
-        compare("toy", variants="picky", starts="gpt2", out=tmp_path / "s", jobs=1, **toy)
+        compare("toy", variants="picky", starts="gpt2", out=tmp_path / "s", jobs=1, **TOY)
 
 
-def test_a_folder_of_something_else_or_in_use_is_refused(tmp_path: Path, toy: dict[str, Any]) -> None:
+def test_a_folder_of_something_else_or_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="holds something else"):
-        compare("toy", variants="euler", out=tmp_path, **toy)
+        compare("toy", variants="euler", out=tmp_path, **TOY)
     with pytest.raises(InputError, match="is a file"):
-        compare("toy", variants="euler", out=tmp_path / "notes.txt", **toy)
+        compare("toy", variants="euler", out=tmp_path / "notes.txt", **TOY)
     with (
         StudyFolder(tmp_path / "s").locked(),
         pytest.raises(InputError, match="another comparison is at work"),
     ):
-        compare("toy", variants="euler", out=tmp_path / "s", **toy)
+        compare("toy", variants="euler", out=tmp_path / "s", **TOY)
     with pytest.raises(InputError, match="is not a comparison"):
         rebuild(tmp_path)
 
 
-def test_the_corpus_is_prepared_once_and_its_fingerprint_is_part_of_every_run(
-    tmp_path: Path, toy: dict[str, Any]
-) -> None:
+def test_the_corpus_is_prepared_once_and_its_fingerprint_is_part_of_every_run(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def prepare(question: Any) -> dict[str, str]:
         asked.append(question.data)
         return {"fingerprint": "abc"}
 
-    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, **toy}
-    found = compare("toy", out=tmp_path / "s", prepare=prepare, **ask)
+    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    found = compare("toy", out=tmp_path / "s", **{**ask, "prepare": prepare})
     assert asked == ["toy"]
     for run in found.runs:
         config = yaml.safe_load((found.folder / "runs" / run.id / "config.yaml").read_text())

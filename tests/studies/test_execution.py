@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_study import TOY
 
 from qkflow.studies import compare
 from qkflow.studies.engines import BUSY, LocalEngine
@@ -25,20 +26,21 @@ from qkflow.studies.grid import Run
 ASK = {"variants": "sleepy", "starts": "gpt2", "seeds": 1, "verdict": False, "jobs": 2}
 SCRIPT = """
 import json, sys
-from qkflow.commands.compare import show
+sys.path.insert(0, sys.argv[3])
+from toy_study import TOY
 from qkflow.studies import compare
 from qkflow.studies.execution import Stopped
 try:
-    compare("toy", out=sys.argv[1], **json.loads(sys.argv[2]))
+    compare("toy", out=sys.argv[1], **{**TOY, **json.loads(sys.argv[2])})
 except Stopped:
     sys.exit(130)
 """
 
 
 @contextmanager
-def started(folder: Path, toy: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A comparison in a process of its own, once its slow run is under way."""
-    arguments = [sys.executable, "-c", SCRIPT, str(folder), json.dumps({**toy, **ASK})]
+    arguments = [sys.executable, "-c", SCRIPT, str(folder), json.dumps(ASK), str(Path(__file__).parent)]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
@@ -67,17 +69,17 @@ def came_from(run: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(toy: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    answer = compare("toy", out=tmp_path_factory.mktemp("calm") / "s", **{**toy, **ASK})
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    answer = compare("toy", out=tmp_path_factory.mktemp("calm") / "s", **{**TOY, **ASK})
     return [row["loss"] for row in answer.rows]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_it_saves_and_the_same_call_goes_on(
-    number: signal.Signals, tmp_path: Path, toy: dict[str, Any], undisturbed: list[Any]
+    number: signal.Signals, tmp_path: Path, undisturbed: list[Any]
 ) -> None:
     folder = tmp_path / "s"
-    with started(folder, toy) as process:
+    with started(folder) as process:
         process.send_signal(number)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 130
@@ -85,22 +87,20 @@ def test_stopped_it_saves_and_the_same_call_goes_on(
     (run,) = slow_runs(folder)
     assert (run / "checkpoints").exists()
     assert not (run / "result.json").exists()
-    answer = compare("toy", out=folder, **{**toy, **ASK})
+    answer = compare("toy", out=folder, **{**TOY, **ASK})
     first, second = came_from(run)
     assert first == 0
     assert second >= 3
     assert [row["loss"] for row in answer.rows] == undisturbed
 
 
-def test_killed_it_leaves_a_worker_that_is_waited_for(
-    tmp_path: Path, toy: dict[str, Any], undisturbed: list[Any]
-) -> None:
+def test_killed_it_leaves_a_worker_that_is_waited_for(tmp_path: Path, undisturbed: list[Any]) -> None:
     folder = tmp_path / "s"
-    with started(folder, toy) as process:
+    with started(folder) as process:
         process.kill()
     (run,) = slow_runs(folder)
     assert not (run / "result.json").exists()  # the orphan is at work
-    answer = compare("toy", out=folder, **{**toy, **ASK})
+    answer = compare("toy", out=folder, **{**TOY, **ASK})
     assert came_from(run) == [0]  # nobody trained beside it
     assert [row["loss"] for row in answer.rows] == undisturbed
 
@@ -162,7 +162,7 @@ def test_a_killed_worker_is_a_failure_that_says_so(tmp_path: Path) -> None:
     assert os.path.exists(tmp_path / "log.txt")
 
 
-def test_ray_keeps_the_same_contract(tmp_path: Path, toy: dict[str, Any], undisturbed: list[Any]) -> None:
+def test_ray_keeps_the_same_contract(tmp_path: Path, undisturbed: list[Any]) -> None:
     pytest.importorskip("ray")
-    answer = compare("toy", out=tmp_path / "s", engine="ray", **{**toy, **ASK})
+    answer = compare("toy", out=tmp_path / "s", engine="ray", **{**TOY, **ASK})
     assert [row["loss"] for row in answer.rows] == undisturbed

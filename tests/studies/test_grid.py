@@ -33,11 +33,11 @@ def test_every_variant_and_control_runs_from_every_start() -> None:
 
 def test_standard_also_runs_from_starts_that_variants_are_held_to() -> None:
     held = replace(
-        ASK, variants=("euler@mimetic", "standard@fan_in+symmetric=2"), starts=("gpt2",), controls=()
+        ASK, variants=("euler@fan_in", "standard@fan_in+symmetric=2"), starts=("gpt2",), controls=()
     )
     assert cells(held) == {
-        "standard": ["standard@gpt2", "standard@mimetic", "standard@fan_in+symmetric=2"],
-        "euler@mimetic": ["euler@mimetic"],
+        "standard": ["standard@gpt2", "standard@fan_in", "standard@fan_in+symmetric=2"],
+        "euler@fan_in": ["euler@fan_in"],
     }
 
 

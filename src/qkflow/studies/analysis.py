@@ -278,8 +278,9 @@ def _judge(
         for difference in family.values():
             difference["verdict"] = verdicts.judge(difference, confidence)
             difference["control_verdict"] = control["verdict"]
+    compared = sum((row["difference"] or {}).get("p") is not None for row in judged)
     for row in rows:
-        row["sentence"] = verdicts.sentence(row, len(judged), study["question"])
+        row["sentence"] = verdicts.sentence(row, compared, study["question"])
 
 
 def _correct(differences: Sequence[dict[str, Any] | None]) -> None:

@@ -10,6 +10,7 @@ Everything lies in the study's folder, and everything that is there already is n
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from qkflow.studies.grid import (
     build_grid,
     parse_count,
 )
-from qkflow.studies.variants import STANDARD, Names
+from qkflow.studies.variants import STANDARD, Parts
 
 if TYPE_CHECKING:
     import pandas
@@ -95,7 +96,7 @@ def compare(
     jobs: int | None = None,
     threads: int = 1,
     worker: Sequence[str] | None = None,
-    names: Names | None = None,
+    parts: Parts | None = None,
     prepare: Prepare | None = None,
     **settings: Any,
 ) -> Comparison:
@@ -109,16 +110,16 @@ def compare(
         raise unknown("--engine", engine, ENGINES)
     if (jobs is not None and jobs < 1) or threads < 1:
         raise InputError("--jobs and --threads must be at least 1")
-    grid = build_grid(question, names)
+    grid = build_grid(question, parts)
     folder = StudyFolder(Path(out) if out else default_folder(question))
     with folder.locked():
         earlier = folder.load() if folder.exists else None
         if earlier:
             _check_same(question, earlier, folder.path)
-        extras = dict(prepare(question)) if prepare else {}
+        corpus = dict((prepare or prepare_corpus)(question))
         started = ENGINES[engine](worker, threads, question.device)
         try:
-            _Study(grid, folder, started, jobs, extras, earlier or {}).run()
+            _Study(grid, folder, started, jobs, corpus, earlier or {}).run()
         finally:
             started.close()
         return rebuild(folder.path)
@@ -134,6 +135,12 @@ def rebuild(folder: str | Path) -> Comparison:
     comparison = Comparison(place.path, analyse(study, runs), runs)
     write_outputs(place.path, comparison.summary, [run for run in runs if run.phase == "compare"])
     return comparison
+
+
+def prepare_corpus(question: Question) -> dict[str, Any]:
+    """Tokenise once, before many workers need it; runs are told apart by the text, not by its name."""
+    data = importlib.import_module("qkflow.data")
+    return {"fingerprint": data.prepare(question.data, question.tokenizer).fingerprint}
 
 
 def read_question(data: str, settings: Mapping[str, Any]) -> Question:

@@ -13,7 +13,15 @@ from typing import Any
 
 from qkflow.errors import InputError, unknown
 from qkflow.studies.statistics import SMALLEST_SAMPLE
-from qkflow.studies.variants import STANDARD, Names, Start, Variant, known_names, parse_start, parse_variants
+from qkflow.studies.variants import (
+    STANDARD,
+    Parts,
+    Start,
+    Variant,
+    parse_start,
+    parse_variants,
+    registered_parts,
+)
 
 MATCHES = ("tokens", "time", "flops")
 TUNING_SEED = 10_000  # learning rates are chosen on a seed that takes no part in the comparison
@@ -94,7 +102,7 @@ class Cell:
     @property
     def plain(self) -> str:
         """The standard model from the same start: what the same-start difference is taken to."""
-        start = self.start if self.variant.symmetric is None else self.start.without("symmetric")
+        start = self.start if self.variant.symmetric is None else self.start.plain
         return f"{STANDARD}@{start}"
 
 
@@ -213,19 +221,19 @@ class Grid:
         return list(firsts.values())
 
 
-def build_grid(question: Question, names: Names | None = None) -> Grid:
+def build_grid(question: Question, parts: Parts | None = None) -> Grid:
     """Check a question and lay out its contestants."""
     check(question)
-    names = names or known_names()
-    asked = list(dict.fromkeys(parse_start(text, names) for text in question.starts))
-    variants = parse_variants(question.variants, names)
-    controls = parse_variants(question.controls, names)
+    parts = parts or registered_parts()
+    asked = list(dict.fromkeys(parse_start(text) for text in question.starts))
+    variants = parse_variants(question.variants, parts)
+    controls = parse_variants(question.controls, parts)
     everyone = list(dict.fromkeys([*variants, *controls]))
     others = [variant for variant in everyone if not variant.is_standard]
     if not others:
         raise InputError("nothing to compare with standard attention; give e.g. --variants standard,euler")
     # The plain model runs from every start a variant is held to, so that there is always a same-start pair.
-    held = [v.start for v in everyone if v.start and (v.is_standard or not v.start.modifiers)]
+    held = [v.start for v in everyone if v.start and (v.is_standard or not v.start.modifier)]
     starts = dict.fromkeys([*asked, *held])
     contestants = [Contestant(Variant(), "reference", tuple(Cell(Variant(), start) for start in starts))]
     for variant in others:

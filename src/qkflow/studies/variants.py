@@ -10,73 +10,86 @@ A variant is a sum of parts, each from one registry, and optionally the start it
     standard+pace=4                   a query-key circuit that learns 4 times faster
     euler@fan_in   standard@fan_in+symmetric=1     held to one start instead of trying every one asked for
 
-Option names and values are checked by the part they belong to; this module knows only which parts exist.
+Options are checked by the registry their part belongs to; this module knows only which parts exist.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from qkflow.errors import InputError, unknown
 
 STANDARD = "standard"
-NO_COUPLING = "none"  # what a run's config says where nothing is coupled
+NO_COUPLING = "none"
 SOFTMAX = "softmax"
-START_MODIFIERS = ("symmetric",)  # what may follow a start's name: `fan_in+symmetric=1`
 SYMMETRIC_C = "1"
+START_BASES = ("gpt2", "fan_in")
+START_MODIFIERS = {
+    "symmetric": "fan_in",
+    "mimetic": "gpt2",
+    "scaled_identity": "gpt2",
+}  # and their usual base
 
-Names = Mapping[str, Collection[str]]
-
-# Parts that have no registry of their own.
+# Where each registry lives, and what it held when this was written, for where it cannot be imported.
+_REGISTRIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "coupling": ("qkflow.attention.couplings", ("euler", "leapfrog", "uncoupled", "affine", "drift")),
+    "scoring": ("qkflow.attention.scorings", (SOFTMAX, "differential", "differential_v2")),
+}
 _FIXED: dict[str, tuple[str, ...]] = {
     "standard": (STANDARD,),
-    "start": ("gpt2", "fan_in", "mimetic"),
     "symmetric": ("symmetric",),
     "timescale": ("slow", "dense-matched"),
     "pace": ("pace",),
 }
-# Where each registry lives, and what it held when this was written, for when it is not importable.
-_REGISTRIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "coupling": (
-        "qkflow.attention.couplings",
-        ("euler", "leapfrog", "uncoupled", "affine", "drift"),
-    ),
-    "scoring": ("qkflow.attention.scorings", (SOFTMAX, "differential", "differential_v2")),
-}
 
-_OPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=[A-Za-z0-9_.\-]+)?")
-_PART = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_\-]*)(=(?P<value>[A-Za-z0-9_.\-]+))?")
+_VALUE = r"[A-Za-z0-9_.\-]+"
+_NUMBER = r"\d+(\.\d+)?(e-?\d+)?"
+_OPTION = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*(={_VALUE})?")
+_PART = re.compile(rf"(?P<name>[A-Za-z_][A-Za-z0-9_\-]*)(=(?P<value>{_VALUE}))?")
 
 
-def known_names() -> dict[str, Collection[str]]:
-    """Every part there is, by kind; the registries are asked, so a part added there is known here."""
+@dataclass(frozen=True)
+class Parts:
+    """Every part there is, by kind, and who checks the options of each kind."""
+
+    names: Mapping[str, Collection[str]]
+    checks: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+
+
+def registered_parts() -> Parts:
+    """What the registries hold, so that a part added there is known here."""
     names: dict[str, Collection[str]] = dict(_FIXED)
+    checks = {}
     for kind, (module, fallback) in _REGISTRIES.items():
         try:
-            names[kind] = tuple(importlib.import_module(module).names())
-        except (ModuleNotFoundError, AttributeError):
+            registry = importlib.import_module(module)
+        except ModuleNotFoundError:
             names[kind] = fallback
-    return names
+            continue
+        names[kind], checks[kind] = registry.names(), registry.check
+    return Parts(names, checks)
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training starts from: a named start and what is added to it."""
+    """Where training starts from: a base and, optionally, one thing added to it."""
 
     base: str
-    modifiers: tuple[tuple[str, str], ...] = ()
+    modifier: str | None = None
+    strength: str = ""
 
     def __str__(self) -> str:
-        return "+".join([self.base, *(f"{name}={value}" for name, value in self.modifiers)])
+        if self.modifier is None:
+            return self.base
+        return f"{self.base}+{self.modifier}" + (f"={self.strength}" if self.strength else "")
 
-    def without(self, modifier: str) -> Start:
-        return Start(self.base, tuple(pair for pair in self.modifiers if pair[0] != modifier))
-
-    def symmetric(self, c: str) -> Start:
-        return Start(self.base, (*self.without("symmetric").modifiers, ("symmetric", c)))
+    @property
+    def plain(self) -> Start:
+        return Start(self.base)
 
 
 @dataclass(frozen=True)
@@ -118,39 +131,43 @@ class Variant:
         chosen = [self.start] if self.start else list(asked)
         if self.symmetric is None:
             return chosen
-        # Mimetic already fixes W_Q·W_Kᵀ: a symmetric part on top of it is a different thing.
-        able = [start for start in chosen if start.base != "mimetic"]
-        if not able:
-            raise InputError(f"variant '{self.name}' needs a start other than mimetic, e.g. symmetric@fan_in")
-        return list(dict.fromkeys(start.symmetric(self.symmetric) for start in able))
+        # The others fix W_Q·W_Kᵀ themselves: a symmetric part on top of them would be a different thing.
+        bases = dict.fromkeys(start.base for start in chosen if start.modifier in (None, "symmetric"))
+        if not bases:
+            raise InputError(f"variant '{self.name}' needs a plain start to add to, e.g. symmetric@fan_in")
+        return [Start(base, "symmetric", self.symmetric) for base in bases]
 
 
-def parse_start(text: str, names: Names | None = None) -> Start:
-    """Read `gpt2`, `fan_in`, `fan_in+symmetric=1`."""
-    names = names or known_names()
-    base, *rest = text.strip().split("+")
-    if base not in names["start"]:
-        raise unknown("start", base, names["start"])
-    modifiers = []
-    for item in rest:
-        key, _, value = item.partition("=")
-        if key not in START_MODIFIERS:
-            raise unknown(f"addition to start '{base}'", key, START_MODIFIERS)
-        if not re.fullmatch(r"\d+(\.\d+)?", value):
-            raise InputError(f"start '{text}': '{item}' needs a number, e.g. {base}+{key}=1")
-        modifiers.append((key, value))
-    return Start(base, tuple(modifiers))
+def parse_start(text: str) -> Start:
+    """Read `gpt2`, `fan_in+symmetric=1`, `mimetic` (on its usual base)."""
+    first, *rest = text.strip().split("+")
+    if first not in START_BASES:
+        name = first.partition("=")[0]
+        if name not in START_MODIFIERS:
+            raise unknown("start", name, [*START_BASES, *START_MODIFIERS])
+        first, rest = START_MODIFIERS[name], [first, *rest]
+    if not rest:
+        return Start(first)
+    name, equals, strength = rest[0].partition("=")
+    if name not in START_MODIFIERS:
+        raise unknown(f"addition to start '{first}'", name, START_MODIFIERS)
+    if len(rest) > 1:
+        raise InputError(f"start '{text}' adds more than one thing to {first}; give at most one")
+    wants = bool(equals) or name == "symmetric"
+    if wants and not re.fullmatch(_NUMBER, strength):
+        raise InputError(f"start '{text}': {name} needs a number, e.g. {first}+{name}=1")
+    return Start(first, name, strength)
 
 
-def parse_variant(text: str, names: Names | None = None) -> Variant:
+def parse_variant(text: str, parts: Parts | None = None) -> Variant:
     """Read one variant; a wrong one is refused with the nearest valid name or an example."""
-    names = names or known_names()
+    parts = parts or registered_parts()
     body, at, start_text = text.strip().partition("@")
     if not body:
         raise InputError(f"variant '{text}' is empty; write e.g. euler, leapfrog:n=7 or euler@fan_in")
     if at and not start_text:
         raise InputError(f"variant '{text}' names no start after '@'; write e.g. {body}@fan_in")
-    kinds = {name: kind for kind, group in names.items() if kind != "start" for name in group}
+    kinds = {name: kind for kind, group in parts.names.items() for name in group}
     fields: dict[str, str] = {}
     for part in body.split("+"):
         kind, spec = _read_part(part, text, kinds)
@@ -158,6 +175,8 @@ def parse_variant(text: str, names: Names | None = None) -> Variant:
             raise InputError(
                 f"variant '{text}' has two of one kind ({kind}: {fields[kind]}, {spec}); give at most one"
             )
+        if kind in parts.checks:
+            parts.checks[kind](spec)
         fields[kind] = spec
     return Variant(
         coupling=fields.get("coupling", NO_COUPLING),
@@ -165,15 +184,15 @@ def parse_variant(text: str, names: Names | None = None) -> Variant:
         timescale=fields.get("timescale"),
         pace=fields.get("pace"),
         symmetric=fields.get("symmetric"),
-        start=parse_start(start_text, names) if at else None,
+        start=parse_start(start_text) if at else None,
     )
 
 
-def parse_variants(texts: Collection[str], names: Names | None = None) -> list[Variant]:
+def parse_variants(texts: Collection[str], parts: Parts | None = None) -> list[Variant]:
     """Read a list whose items may themselves be comma-separated; repeats are dropped."""
-    names = names or known_names()
+    parts = parts or registered_parts()
     items = [item for text in texts for item in text.split(",") if item.strip()]
-    return list(dict.fromkeys(parse_variant(item, names) for item in items))
+    return list(dict.fromkeys(parse_variant(item, parts) for item in items))
 
 
 def _read_part(part: str, variant: str, kinds: Mapping[str, str]) -> tuple[str, str]:
@@ -204,4 +223,4 @@ def _read_part(part: str, variant: str, kinds: Mapping[str, str]) -> tuple[str, 
 
 
 def _is_positive(text: str | None) -> bool:
-    return text is not None and bool(re.fullmatch(r"\d+(\.\d+)?", text)) and float(text) > 0
+    return text is not None and bool(re.fullmatch(_NUMBER, text)) and float(text) > 0
