@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from qkflow.report.figures import _gap
 from qkflow.report.page import count, json_for_script, plain
 from qkflow.studies import Comparison, rebuild
 
@@ -147,6 +148,15 @@ def test_curves_show_best_starts_and_keep_the_others_hidden(
     )
     mean = sum(100 * math.expm1(a - b) for a, b in seeds) / 3
     assert gap["y"][-1] == pytest.approx(mean, rel=1e-4)
+
+
+def test_a_gap_is_read_at_equal_tokens_even_where_evaluations_do_not_meet() -> None:
+    theirs = [(0.0, 0.0, 0.0, 8.0), (10.0, 100.0, 1.0, 6.0), (20.0, 200.0, 2.0, 5.0)]
+    ours = [(0.0, 0.0, 0.0, 8.0), (15.0, 150.0, 1.0, 5.4), (30.0, 300.0, 2.0, 4.0)]
+    gap = _gap(ours, theirs)
+    assert gap[0.0] == (0.0, 0.0)
+    assert gap[15.0] == (150.0, pytest.approx(100 * math.expm1(5.4 - 5.5)))
+    assert 30.0 not in gap  # the reference has not trained that far
 
 
 def test_probes_show_the_mean_and_offer_the_layers(page: Page, drawn: dict[str, Any]) -> None:

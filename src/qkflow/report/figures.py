@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from qkflow.report.tables import all_rows
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ PROBES = {
 }
 
 Figure = dict[str, Any]
+Curve = list[tuple[float, float, float, float]]  # (step, tokens, seconds, loss)
 
 
 def styles(summary: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -157,20 +160,16 @@ def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> 
 
 
 def gaps(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
-    """How far each variant is from the reference at the same step, all through training."""
+    """How far each variant is from the reference after equally many tokens, all through training."""
     style, traces = styles(summary), []
     reference = summary["reference"]
     if reference is None:
         return None
-    base = {run.seed: run for run in runs if run.cell == reference["cell"]}
+    base = {run.seed: run.curve() for run in runs if run.cell == reference["cell"]}
     for row in summary["variants"]:
-        pairs = [(run, base[run.seed]) for run in runs if run.cell == row["cell"] and run.seed in base]
-        curves = []
-        for run, other in pairs:
-            theirs = {step: loss for step, _, _, loss in other.curve()}
-            gap = {s: (t, 100 * math.expm1(loss - theirs[s])) for s, t, _, loss in run.curve() if s in theirs}
-            curves += [gap] if gap else []
-        if curves and row["cell"] != reference["cell"]:
+        ours = [run for run in runs if run.cell == row["cell"] != reference["cell"]]
+        curves = [_gap(run.curve(), base[run.seed]) for run in ours if base.get(run.seed) and run.curve()]
+        if curves:
             points = _mean_and_range(curves)
             traces += _band_and_line(points, row["variant"], style[row["variant"]], True, "%{y:+.2f}%")
     if not traces:
@@ -178,6 +177,19 @@ def gaps(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
     layout = _layout("training tokens") | {"height": 340}
     layout["yaxis"] |= {"zeroline": True, "ticksuffix": "%"}
     return {"data": traces, "layout": layout}
+
+
+def _gap(ours: Curve, theirs: Curve) -> dict[float, tuple[float, float]]:
+    """Per cent of perplexity by our step, where both have trained; their loss is interpolated in between.
+
+    With equal time or FLOPs the two evaluate after different numbers of tokens.
+    """
+    tokens, losses = [point[1] for point in theirs], [point[3] for point in theirs]
+    return {
+        step: (seen, 100 * math.expm1(loss - float(np.interp(seen, tokens, losses))))
+        for step, seen, _, loss in ours
+        if tokens[0] <= seen <= tokens[-1]
+    }
 
 
 def _mean_and_range(

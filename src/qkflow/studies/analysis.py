@@ -113,6 +113,7 @@ def analyse(study: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Any]:
         choice = None if is_reference else _cross_fitted(contestants[name], contestants[standard], confidence)
         rows.append({**row, "choice_of_start": choice})
     _judge(rows, best, study, confidence)
+    environment = _environment(compared)
     summary = {
         "question": study["question"],
         "command": study["command"],
@@ -120,7 +121,8 @@ def analyse(study: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Any]:
         "variants": rows[1:],
         "runs": _count(compared),
         "learning_rates": _tuned(runs),
-        "environment": _environment(compared),
+        "environment": environment,
+        "commit": environment.get("commit"),
     }
     summary["notes"] = _notes(summary)
     summary["headline"] = verdicts.headline(summary)
