@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from qkflow import console
+from qkflow.commands.compare import show
 from qkflow.report.tables import interval, number, signed, terminal_table
 from qkflow.studies import rebuild
 
@@ -37,13 +39,21 @@ def test_numbers() -> None:
     assert interval(alone) == ("+1.00%", "–")
 
 
-def test_report_prints_words_or_one_json_object(study: Path) -> None:
-    said = qkflow("report", str(study))
-    assert said.returncode == 0, said.stderr
-    assert "symmetric helps: its perplexity is 10.4% lower" in " ".join(said.stdout.split())
-    assert "report.html" in said.stdout
+def test_report_prints_one_json_object(study: Path) -> None:
     told = qkflow("report", str(study), "--json")
+    assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["variants"][0]["variant"] == "euler"
+
+
+def test_an_incomplete_study_says_so_and_ends_with_1(
+    hostile_study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "out", Console(width=80))
+    assert show(rebuild(hostile_study), json=False) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "symmetric helps: its perplexity is" in said
+    assert "! Failed: euler@gpt2 seed 0, euler@gpt2 seed 1, euler@gpt2 seed 2: loss is <nan> & gone" in said
+    assert "report.html" in said
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from toy_study import TOY
 
 from qkflow.errors import InputError
 from qkflow.studies import Comparison, compare, rebuild
-from qkflow.studies.compare import Cost, affordable_steps
+from qkflow.studies.compare import Cost, affordable_steps, read_question
 from qkflow.studies.folder import StudyFolder
-from qkflow.studies.grid import TUNING_SEED
+from qkflow.studies.grid import CALIBRATION_SEEDS, CALIBRATION_STEPS, TUNING_SEED, Question, build_grid
 
 
 def starts(folder: Path) -> dict[str, int]:
@@ -114,11 +114,19 @@ def test_equal_flops_give_the_dearer_model_fewer_tokens(tmp_path: Path) -> None:
 
 
 def test_minutes_become_tokens(tmp_path: Path) -> None:
-    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, **TOY, "tokens": None}
-    found = compare("toy", out=tmp_path / "s", minutes=0.2, **ask)
-    budgets = StudyFolder(tmp_path / "s").load()["budgets"]
-    assert budgets["euler"] == budgets["standard"] == found.rows[0]["tokens"]
-    assert budgets["standard"] % 32 == 0
+    """Measured costs are planted as finished runs, so that nothing depends on this machine's speed."""
+    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, "minutes": 0.2}
+    settings = {k: v for k, v in TOY.items() if k in Question.__dataclass_fields__} | ask | {"tokens": None}
+    grid, folder = build_grid(read_question("toy", settings), TOY["parts"]), StudyFolder(tmp_path / "s")
+    tokens = dict.fromkeys(("standard", "euler"), CALIBRATION_STEPS * 32)
+    for run in grid.runs("calibrate", CALIBRATION_SEEDS, tokens=tokens):
+        result = {"status": "finished", "step_seconds": 0.5, "flops_per_token": 1.0}
+        folder.run(run.id).write_config(run.config)
+        (folder.run(run.id).path / "result.json").write_text(json.dumps(result))
+    folder.save({"question": grid.question.to_dict(), "contestants": [], "budgets": {}, "runs": []})
+    found = compare("toy", out=tmp_path / "s", **{**TOY, **ask, "tokens": None}, jobs=2)
+    assert {row["variant"]: row["tokens"] for row in found.rows} == {"standard": 24 * 32, "euler": 24 * 32}
+    assert folder.load()["budgets"] == {"standard": 768, "euler": 768}
 
 
 def test_minutes_are_shared_out_over_runs_and_jobs() -> None:
@@ -127,6 +135,15 @@ def test_minutes_are_shared_out_over_runs_and_jobs() -> None:
     assert affordable_steps(1.0, runs=10, jobs=4, cost=cost) == 180
     with pytest.raises(InputError, match=r"too short for 10 runs, 1 at a time; give at least 0\.67"):
         affordable_steps(0.5, runs=10, jobs=1, cost=cost)
+
+
+def test_a_corpus_that_cannot_be_prepared_leaves_nothing_behind(tmp_path: Path) -> None:
+    def prepare(question: object) -> dict[str, Any]:
+        raise InputError("unknown corpus")
+
+    with pytest.raises(InputError, match="unknown corpus"):
+        compare("toy", variants="euler", out=tmp_path / "s", **{**TOY, "prepare": prepare})
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(

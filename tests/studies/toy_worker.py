@@ -18,7 +18,14 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from qkflow.files import write_json
+
+def write_json(path: Path, value: object) -> None:
+    """Whole or not at all. Its own, because importing qkflow would cost more than all the training."""
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(value))
+    os.replace(beside, path)
+
 
 CLASSES, INPUTS, PULL = 8, 6, 3.0
 WORLD = np.random.default_rng(0).normal(size=(CLASSES, INPUTS + 2))

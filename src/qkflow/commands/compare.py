@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qkflow import console
-from qkflow.studies.grid import Question
+from qkflow import console, studies
+from qkflow.studies import Comparison, Question
+from qkflow.studies.execution import Stopped
 
 
 def compare(
@@ -71,9 +72,6 @@ def compare(
         threads: Threads of a run.
         json: Print the summary as JSON, and nothing else, on stdout.
     """
-    from qkflow import studies
-    from qkflow.studies.execution import Stopped
-
     asked = {name: value for name, value in locals().items() if name in Question.__dataclass_fields__}
     try:
         answer = studies.compare(out=out, engine=engine, jobs=jobs, threads=threads, **asked)
@@ -83,12 +81,10 @@ def compare(
     return show(answer, json)
 
 
-def show(answer: object, json: bool) -> int:
+def show(answer: Comparison, json: bool) -> int:
     """Print a comparison; the exit code says whether every run finished."""
     from qkflow.report.tables import terminal_table
-    from qkflow.studies import Comparison
 
-    assert isinstance(answer, Comparison)
     if json:
         console.emit_json({**answer.summary, "folder": str(answer.folder)})
     else:

@@ -112,14 +112,13 @@ def compare(
         raise InputError("--jobs and --threads must be at least 1")
     grid = build_grid(question, parts)
     folder = StudyFolder(Path(out) if out else default_folder(question))
+    folder.check()
+    _check_same(question, folder)
+    corpus = dict((prepare or prepare_corpus)(question))  # its errors come before anything is written
     with folder.locked():
-        earlier = folder.load() if folder.exists else None
-        if earlier:
-            _check_same(question, earlier, folder.path)
-        corpus = dict((prepare or prepare_corpus)(question))
         started = ENGINES[engine](worker, threads, question.device)
         try:
-            _Study(grid, folder, started, jobs, corpus, earlier or {}).run()
+            _Study(grid, folder, started, jobs, corpus).run()
         finally:
             started.close()
         return rebuild(folder.path)
@@ -176,12 +175,13 @@ def default_folder(question: Question) -> Path:
     return Path("runs") / re.sub(r"[^A-Za-z0-9_.-]+", "-", words).strip("-.")
 
 
-def _check_same(question: Question, earlier: dict[str, Any], folder: Path) -> None:
+def _check_same(question: Question, folder: StudyFolder) -> None:
+    earlier = folder.load()["question"] if folder.exists else {}
     for name in _OF_THE_FOLDER:
-        before, now = earlier["question"].get(name), getattr(question, name)
-        if before != now:
+        before, now = earlier.get(name), getattr(question, name)
+        if earlier and before != now:
             raise InputError(
-                f"{folder} holds a comparison with {name} {before}, not {now}; give another --out"
+                f"{folder.path} holds a comparison with {name} {before}, not {now}; give another --out"
             )
 
 
@@ -195,12 +195,11 @@ class _Study:
         engine: Engine,
         jobs: int | None,
         data: dict[str, Any],
-        earlier: dict[str, Any],
     ) -> None:
         self.grid, self.question, self.folder, self.engine = grid, grid.question, folder, engine
-        self.jobs, self.data, self.earlier = jobs or engine.jobs(), data, earlier
+        self.jobs, self.data = jobs or engine.jobs(), data
         self.runs: list[Run] = []
-        self.budgets: dict[str, int] = {}
+        self.budgets: dict[str, int] = folder.load()["budgets"] if folder.exists else {}
 
     def run(self) -> None:
         self.budgets = self._budgets()
@@ -221,7 +220,7 @@ class _Study:
                 "question": self.question.to_dict(),
                 "command": self.question.command(str(self.folder.path)),
                 "contestants": [one.to_dict() for one in self.grid.contestants],
-                "budgets": self.budgets or self.earlier.get("budgets", {}),
+                "budgets": self.budgets,
                 "jobs": self.jobs,
                 "runs": [run.to_dict() for run in self.runs],
             }
@@ -241,7 +240,7 @@ class _Study:
     def _budgets(self) -> dict[str, int]:
         """Tokens for every model: equal, or such that time or FLOPs are equal to the standard model's."""
         q, models = self.question, [cell.variant.model for cell in self.grid.one_cell_per_model()]
-        known = self.earlier.get("budgets", {})
+        known = self.budgets
         if all(model in known for model in models):
             return {model: known[model] for model in models}
         if q.minutes is None and q.match == "tokens":

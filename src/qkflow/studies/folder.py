@@ -124,15 +124,18 @@ class StudyFolder:
     def exists(self) -> bool:
         return (self.path / STUDY).is_file()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder, so that two comparisons never write into one; refuse one of something else."""
-        from filelock import FileLock, Timeout
-
+    def check(self) -> None:
+        """Refuse a folder that holds something else; writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--out {self.path} is a file; give a folder")
         if not self.exists and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
             raise InputError(f"--out {self.path} holds something else; give a new or empty folder")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder, made if need be, so that two comparisons never write into one."""
+        from filelock import FileLock, Timeout
+
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock", timeout=0)
         try:
