@@ -21,6 +21,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "data describe": ("data", "describe", "say what a corpus is like: size, entropy, repetition"),
     "data prepare": ("data", "prepare", "tokenise a corpus into the cache"),
     "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
+    "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
+    "report": ("report", "report", "build a comparison's outputs anew from its folder"),
 }
 
 
