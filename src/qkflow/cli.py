@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
     "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
     "report": ("report", "report", "build a comparison's outputs anew from its folder"),
+    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
 }
 
 
