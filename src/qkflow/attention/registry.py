@@ -61,10 +61,10 @@ def _plain(value: Any) -> str:
 
 def _check_kind(what: str, value: Any, default: Any) -> None:
     """A value must be of its default's kind: a switch, a number or a word."""
-    for kind, allowed in ((bool, (bool,)), ((int, float), (int, float)), (str, (str,))):
-        if isinstance(default, kind):
-            if not isinstance(value, allowed) or isinstance(value, bool) != isinstance(default, bool):
-                word = {bool: "true or false", str: "a word"}.get(kind, "a number")  # type: ignore[call-overload]
+    kinds = {"true or false": (bool,), "a number": (int, float), "a word": (str,)}
+    for word, kind in kinds.items():
+        if isinstance(default, kind):  # a bool is an int, so switches come first
+            if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
                 raise InputError(f"{what} must be {word}, not '{value}'")
             return
 
