@@ -15,7 +15,12 @@ from collections.abc import Sequence
 from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.commands, function, one line of help)
-COMMANDS: dict[str, tuple[str, str, str]] = {}
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "data list": ("data", "list_corpora", "list the corpora known by name"),
+    "data describe": ("data", "describe", "say what a corpus is like: size, entropy, repetition"),
+    "data prepare": ("data", "prepare", "tokenise a corpus into the cache"),
+    "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
+}
 
 
 def usage() -> str:

@@ -1,0 +1,103 @@
+"""Which split a document belongs to: the data set's own, or a stable hash of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+from qkflow.errors import InputError, unknown
+
+SPLITS = ("train", "validation", "test")
+
+# What a source says of its documents besides naming a split: these are still to be divided.
+UNDIVIDED = "undivided"
+UNDIVIDED_TRAIN = "undivided train"  # the set has a test split of its own, but none for validation
+
+# split -> upper end of its share of the hashes
+SHARES = {
+    UNDIVIDED: (("validation", 0.05), ("test", 0.10)),
+    UNDIVIDED_TRAIN: (("validation", 0.05),),
+}
+FIRST = 40  # documents looked at before one of them is sent to validation by force
+
+_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+
+
+def named(split: str) -> str:
+    """A split's full name: `valid`, `val` and `dev` mean `validation`."""
+    if split not in _WORDS:
+        raise unknown("split", split, SPLITS)
+    return _WORDS[split]
+
+
+def split_in(words: Iterable[str]) -> str | None:
+    """The split that one of these words names, if any does."""
+    return next((_WORDS[word] for word in words if word in _WORDS), None)
+
+
+def parts_of(own: Iterable[str]) -> dict[str, str]:
+    """What a data set's own splits are used for; empty where they do not tell training from the rest."""
+    found = set(own)
+    if "train" not in found or len(found) == 1:
+        return {}
+    if "validation" not in found:
+        return {"train": UNDIVIDED_TRAIN, "test": "test"}
+    return {split: split for split in found}
+
+
+class Document(NamedTuple):
+    split: str
+    text: str
+    size: int  # in UTF-8 bytes
+
+
+def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
+    """Give every (part, text) its split, in order.
+
+    A document without a split of its own gets one by a hash of its text alone: 5% validation, 5% test.
+    Equal texts therefore never stand on both sides, and adding documents moves none of the others. A small
+    set might miss a split by chance: if none of the first forty documents is for validation (or for
+    training), the one with the lowest (highest) hash is.
+    """
+    held: list[tuple[float, Document]] | None = []  # the first undivided documents
+    for part, text in parts:
+        text, data = _utf8(text)
+        if part in SPLITS:
+            yield Document(part, text, len(data))
+            continue
+        place = int.from_bytes(blake2b(data, digest_size=8).digest(), "little") / 2**64
+        split = next((split for split, end in SHARES[part] if place < end), "train")
+        document = Document(split, text, len(data))
+        if held is None:
+            yield document
+            continue
+        held.append((place, document))
+        if len(held) == FIRST:
+            yield from _settled(held, name)
+            held = None
+    if held:
+        yield from _settled(held, name)
+
+
+def _settled(held: list[tuple[float, Document]], name: str) -> list[Document]:
+    if len(held) == 1:
+        raise InputError(f"'{name}' holds a single document: too little to keep some of it for validation")
+    places, documents = [place for place, _ in held], [document for _, document in held]
+    for split, place in (("validation", min(places)), ("train", max(places))):
+        if not any(document.split == split for document in documents):
+            at = places.index(place)
+            documents[at] = documents[at]._replace(split=split)
+    return documents
+
+
+def _utf8(text: str) -> tuple[str, bytes]:
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as a JSON escape can make it
+        data = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        return data.decode(), data
