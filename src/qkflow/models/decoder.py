@@ -97,7 +97,9 @@ class Decoder(nn.Module):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.checkpoint_blocks = False  # trade time for memory: recompute each block in the backward pass
-        self.embedding = nn.Embedding(config.vocabulary, config.width, **where)
+        # from a tensor, so that it is drawn once, by its start, and not before by PyTorch's default
+        blank = torch.empty(config.vocabulary, config.width, **where)
+        self.embedding = nn.Embedding.from_pretrained(blank, freeze=False)
         self.blocks = nn.ModuleList(Block(config, layer, **where) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps, **where)
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False, **where)

@@ -1,7 +1,7 @@
-"""Norm and feed-forward gate with fewer passes over memory, for processors without a fused kernel of their own.
+"""Norm and feed-forward gate with fewer passes over memory, where PyTorch has no fused kernel for them.
 
 Composed of ordinary operations, autograd walks over the wide activations once per operation and keeps every
-intermediate. Written out by hand, each needs its inputs alone for the backward pass, and about half the passes.
+intermediate. Written out by hand, each needs its inputs alone for the backward pass, and half the passes.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
         size = x.shape[-1]
-        product = (grad * x).view(-1, size)
-        grad_weight = torch.mv(product.t(), r.view(-1))
-        dot = torch.mv(product, weight).view_as(r)
+        product = (grad * x).reshape(-1, size)
+        grad_weight = torch.mv(product.t(), r.reshape(-1))
+        dot = torch.mv(product, weight).reshape(r.shape)
         pull = r.pow(3).mul_(dot).div_(-size)
         return torch.mul(grad, weight).mul_(r).addcmul_(x, pull), grad_weight, None
 
