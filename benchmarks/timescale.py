@@ -28,7 +28,8 @@ from qkflow.bench.timing import Call, interleave
 from qkflow.console import emit_json, out, progress
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
-from qkflow.timescale.variants import forward_flops, variant
+from qkflow.models.accounting import flops_per_token
+from qkflow.timescale.variants import variant
 
 LENGTHS = (512, 1024, 2048, 4096)  # of which attention memory is measured
 CPU = torch.device("cpu")
@@ -136,7 +137,7 @@ def measure(configs: dict[str, ModelConfig], shape: Shape, rounds: int) -> list[
     def decoded(name: str) -> Call:
         return decoding_call(Decoder(configs[name], seed=0), shape, CPU)
 
-    flops = {name: forward_flops(config, shape.length) for name, config in configs.items()}
+    flops = {name: flops_per_token(config, shape.length) for name, config in configs.items()}
     rows = []
     for against in ("fast", "dense"):
         timed = race("training step", against, trained, rounds)

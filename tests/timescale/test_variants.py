@@ -1,13 +1,12 @@
 """The ablations by name: what each changes, and that compute is matched."""
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig, preset
+from qkflow.models.accounting import flops_per_token
 from qkflow.roles import freeze
-from qkflow.timescale.variants import forward_flops, variant
+from qkflow.timescale.variants import variant
 
 TINY = {"preset": "tiny", "attention": {"coupling": "euler"}, "start": "fan_in"}
 
@@ -59,14 +58,6 @@ def test_options_follow_the_name_and_a_slow_path_already_there_is_kept():
     assert variant("dense-matched", base, 128).model["slow"] is None
 
 
-def step_flops(model, length):
-    """Forward and backward, as a training step counts; on the CPU, fused attention would not be counted."""
-    model, ids = Decoder(model.config, device="meta"), torch.zeros(1, length, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        model.logits(model(ids)).sum().backward()
-    return counter.get_total_flops()
-
-
 @pytest.mark.parametrize(
     ("options", "length"),
     [("", 128), (":ratio=2:layers=4", 128), (":ratio=3:layers=1", 50), (":ratio=2:layers=9", 64)],
@@ -75,11 +66,13 @@ def test_dense_matched_spends_the_same_compute_at_token_rate(options, length):
     slow, _ = built(f"slow{options}", length=length)
     dense, changes = built(f"dense-matched{options}", length=length)
     assert dense.slow is None
-    for count in (lambda model: forward_flops(model.config, length), lambda model: step_flops(model, length)):
-        assert count(dense) == pytest.approx(count(slow), rel=0.01)
-    assert forward_flops(dense.config, length) > forward_flops(
-        preset("tiny", attention=TINY["attention"]), length
-    )
+    plain = preset("tiny", attention=TINY["attention"])
+    for training in (False, True):
+        spent, matched, least = (
+            flops_per_token(config, length, training=training) for config in (slow.config, dense.config, plain)
+        )
+        assert matched == pytest.approx(spent, rel=0.01)
+        assert matched > least
     assert (changes.model["layers"] > 4) is ("layers=9" in options or "layers=4" in options)
 
 
@@ -88,7 +81,7 @@ def test_dense_matched_holds_at_every_size(name):
     base = preset(name)
     slow = ModelConfig.from_dict({**base.to_dict(), **variant("slow", base, 512).model})
     dense = ModelConfig.from_dict({**base.to_dict(), **variant("dense-matched", base, 512).model})
-    assert forward_flops(dense, 512) == pytest.approx(forward_flops(slow, 512), rel=0.01)
+    assert flops_per_token(dense, 512) == pytest.approx(flops_per_token(slow, 512), rel=0.01)
     assert dense.hidden_size % 8 == 0
 
 

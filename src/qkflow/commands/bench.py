@@ -18,7 +18,6 @@ from qkflow.bench.contestants import (
     Shape,
     build,
     choose,
-    counted_flops,
     decoding_call,
     training_call,
     verify_all,
@@ -27,6 +26,7 @@ from qkflow.bench.memory import peak_bytes
 from qkflow.bench.timing import Ratio, interleave
 from qkflow.console import emit_json, out, progress
 from qkflow.errors import InputError
+from qkflow.flops import count_flops
 from qkflow.models import Decoder
 
 
@@ -131,7 +131,7 @@ def measure(
     with progress() as bar:
         task = bar.add_task(f"{level}: timing {len(rows)} rows", total=rounds)
         times = interleave(standard, calls, rounds=rounds, on_round=lambda: bar.advance(task))
-    flops, memory = counted_flops(standard), peak_bytes(standard, device)
+    flops, memory = count_flops(standard), peak_bytes(standard, device)
     result = []
     for row in rows:
         call = calls[row.label]
@@ -141,7 +141,7 @@ def measure(
                 "steps": row.steps,
                 "level": level,
                 **_rounded(times[row.label]),
-                "flop_ratio": round(counted_flops(call) / flops, 4),
+                "flop_ratio": round(count_flops(call) / flops, 4),
                 "memory_ratio": round(peak_bytes(call, device) / memory, 4),
             }
         )

@@ -17,12 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import yaml
-from torch.utils.flop_counter import FlopCounterMode
 
 from qkflow.errors import InputError, unknown
-from qkflow.models import Decoder, ModelConfig, preset
+from qkflow.models import ModelConfig, preset
+from qkflow.models.accounting import flops_per_token
 from qkflow.timescale.config import SlowConfig
 from qkflow.timescale.pooling import check_ratio
 
@@ -63,15 +62,15 @@ def match_dense(config: ModelConfig, slow: SlowConfig, length: int) -> dict[str,
     """
     one = dataclasses.replace(config, slow=None, layers=1)  # enough to count on: layers cost the same
 
-    def flops(**changes: Any) -> int:
-        return forward_flops(dataclasses.replace(one, **changes), length)
+    def flops(**changes: Any) -> float:
+        return flops_per_token(dataclasses.replace(one, **changes), length)
 
     first = flops()
     layer = flops(layers=2) - first
     unit = flops(hidden=one.hidden_size + 1) - first  # of one hidden unit in one layer
     added = flops(slow=dataclasses.replace(slow, inject="once")) - first
     total = first + (config.layers - 1) * layer + added
-    layers = config.layers + added // layer
+    layers = config.layers + int(added // layer)
     hidden = one.hidden_size + added % layer / (unit * layers)
     for multiple in (64, 32, 16, 8, 4, 2, 1):  # sizes that hardware likes: the baseline is to be at its best
         rounded = multiple * round(hidden / multiple)
@@ -81,14 +80,6 @@ def match_dense(config: ModelConfig, slow: SlowConfig, length: int) -> dict[str,
         f"no feed-forward of width {one.width} comes within {MISMATCH:.1%} of the slow path's compute: "
         "one hidden unit is already more; dense-matched needs a wider model"
     )
-
-
-def forward_flops(config: ModelConfig, length: int) -> int:
-    """FLOPs of one sequence through the model, logits included, counted without computing anything."""
-    model = Decoder(config, device="meta").eval().requires_grad_(False)  # the counter fails under no_grad
-    with FlopCounterMode(display=False) as counter:
-        model.logits(model(torch.zeros(1, length, dtype=torch.long, device="meta")))
-    return counter.get_total_flops()
 
 
 def _config(base: ModelConfig | Mapping[str, Any]) -> ModelConfig:
