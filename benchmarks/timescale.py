@@ -86,7 +86,7 @@ def main(
         "dense": changed(base, f"dense-matched:ratio={ratio}", length),
     }
     verify(configs["slow"])
-    result = {
+    result: dict[str, Any] = {
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "rounds": rounds},
         "model": {
             "layers": layers,
@@ -101,6 +101,7 @@ def main(
         "rows": measure(configs, shape, rounds),
         "memory": attention_memory(configs["slow"]),
     }
+    result["memory_law"] = quadratic([(row["blocks"], row["held"]) for row in result["memory"]])
     if json:
         emit_json(result)
     else:
@@ -173,6 +174,15 @@ def attention_memory(config: ModelConfig) -> list[dict[str, float]]:
     return rows
 
 
+def quadratic(points: list[tuple[float, float]]) -> dict[str, float]:
+    """Bytes as a·K² + b·K of K blocks, and how far the worst point lies off it."""
+    blocks, held = torch.tensor(points, dtype=torch.float64).T
+    terms = torch.stack([blocks**2, blocks], 1) / held[:, None]  # every point counts alike
+    pair, single = torch.linalg.lstsq(terms, torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0]
+    misfit = ((pair * blocks**2 + single * blocks) / held - 1).abs().max()
+    return {"per_pair_of_blocks": float(pair), "per_block": float(single), "misfit": float(misfit)}
+
+
 @torch.no_grad()
 def scoring_bytes(layer: Attention, blocks: int) -> tuple[int, int]:
     heads = layer.heads
@@ -219,6 +229,11 @@ def show(result: dict[str, Any]) -> None:
             f"T^{fused:.2f}" if fused else "",
         )
     out.print(table)
+    law = result["memory_law"]
+    out.print(
+        f"scores held: {law['per_pair_of_blocks']:.1f} bytes × (T/P)² + {law['per_block']:.0f} bytes × T/P"
+        f", within {law['misfit']:.1%}"
+    )
     for name in ("model", "dense_matched", "environment"):
         out.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in result[name].items()))
 

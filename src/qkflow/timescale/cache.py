@@ -45,9 +45,11 @@ class SlowCache:
             )
         self._inputs[:, before:end] = x
         self.length = end
-        first, end = before // self.ratio, end // self.ratio
-        completed = self._inputs[:, first * self.ratio : end * self.ratio]
-        return completed.unflatten(1, (end - first, self.ratio)).mean(2)
+        first, last = before // self.ratio, end // self.ratio
+        if first == last:
+            return x[:, :0]
+        completed = self._inputs[:, first * self.ratio : last * self.ratio]
+        return completed.unflatten(1, (last - first, self.ratio)).mean(2)
 
     def keep(self, u: Tensor) -> None:
         """Take the slow output (B, k, C) of the blocks just completed."""
