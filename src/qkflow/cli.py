@@ -24,6 +24,12 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
     "report": ("report", "report", "build a comparison's outputs anew from its folder"),
     "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
+    "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
+    "pace synthetic": (
+        "pace",
+        "synthetic",
+        "attention trained on the controlled task, next to the published figure",
+    ),
 }
 
 

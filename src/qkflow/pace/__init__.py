@@ -1,0 +1,1 @@
+"""How fast the query-key circuit learns, measured against the output-value circuit."""
