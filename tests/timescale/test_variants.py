@@ -69,7 +69,8 @@ def test_dense_matched_spends_the_same_compute_at_token_rate(options, length):
     plain = preset("tiny", attention=TINY["attention"])
     for training in (False, True):
         spent, matched, least = (
-            flops_per_token(config, length, training=training) for config in (slow.config, dense.config, plain)
+            flops_per_token(config, length, training=training)
+            for config in (slow.config, dense.config, plain)
         )
         assert matched == pytest.approx(spent, rel=0.01)
         assert matched > least
