@@ -8,26 +8,9 @@ import pytest
 import torch
 import yaml
 
-WORDS = [
-    "the",
-    "a",
-    "sun",
-    "moon",
-    "river",
-    "stone",
-    "light",
-    "water",
-    "moves",
-    "sings",
-    "under",
-    "over",
-    "near",
-    "and",
-    "but",
-    "then",
-    "slowly",
-    "again",
-]
+WORDS = (
+    "the a sun moon river stone light water moves sings under over near and but then slowly again"
+).split()  # noqa: SIM905 - words read better as a sentence
 
 
 @pytest.fixture(scope="session", autouse=True)
