@@ -8,9 +8,8 @@ import pytest
 import torch
 import yaml
 
-WORDS = (
-    "the a sun moon river stone light water moves sings under over near and but then slowly again"
-).split()  # noqa: SIM905 - words read better as a sentence
+SENTENCE = "the a sun moon river stone light water moves sings under over near and but then slowly again"
+WORDS = SENTENCE.split()
 
 
 @pytest.fixture(scope="session", autouse=True)
