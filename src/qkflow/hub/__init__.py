@@ -1,0 +1,1 @@
+from qkflow.hub.attach import attach
