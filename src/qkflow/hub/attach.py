@@ -180,7 +180,7 @@ def attach(
     spec = couplings.check(Spec(given.name, {**given.options, **options}))
     sites = _choose(self_attentions(model), layers)
     for site in sites:
-        _check_free(site)
+        refuse_coupled(site)
     seed = int(torch.randint(2**62, ())) if seed is None else seed
     for site in sites:
         part = couplings.build(spec, site.heads, placement(site.module.get_submodule(site.q), model))
@@ -269,7 +269,7 @@ def _choose(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
     return chosen
 
 
-def _check_free(site: Site) -> None:
+def refuse_coupled(site: Site) -> None:
     if isinstance(site.module, CoupledAttention):
         raise InputError(
             f"'{site.name}' already has the coupling '{site.module.coupling_plan.spec}': detach(model) first"
