@@ -15,7 +15,16 @@ from collections.abc import Sequence
 from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.commands, function, one line of help)
-COMMANDS: dict[str, tuple[str, str, str]] = {}
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "bench": ("bench", "bench", "what each coupling and scoring costs beside standard attention"),
+    "data list": ("data", "list_corpora", "list the corpora known by name"),
+    "data describe": ("data", "describe", "say what a corpus is like: size, entropy, repetition"),
+    "data prepare": ("data", "prepare", "tokenise a corpus into the cache"),
+    "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
+    "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
+    "report": ("report", "report", "build a comparison's outputs anew from its folder"),
+    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
+}
 
 
 def usage() -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.heads import Heads
 from qkflow.attention.registry import Registry, Spec
 from qkflow.attention.starts import Draw, fill
@@ -46,6 +47,11 @@ class Coupling(nn.Module):
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The (q, k) that forward maps to these."""
         raise InputError(f"coupling '{self.name}' has no inverse")
+
+    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        """Project tokens x (B, T, width) and couple them; overridden where the two together are cheaper."""
+        out: tuple[Tensor, Tensor] = self(*qk(x, x))
+        return out
 
     @property
     def symplectic(self) -> bool:
@@ -85,7 +91,7 @@ class StepSize(nn.Module):
         else:
             self.register_buffer("value", value)
 
-    def forward(self) -> Tensor:
+    def per_head(self) -> Tensor:
         """Δ of every query head (H,)."""
         return self.value.expand(self.heads)
 
