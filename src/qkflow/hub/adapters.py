@@ -1,7 +1,7 @@
 """Keep only what was attached: a coupling's weights and how to put them back.
 
-    coupling.safetensors     the weights, named as in the model
-    coupling_config.json     the coupling and the heads of every layer it sits on
+coupling.safetensors     the weights, named as in the model
+coupling_config.json     the coupling and the heads of every layer it sits on
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(path.read_text())
         known = config["format"] == FORMAT and all(
-            {"coupling", "heads", "key_heads", "head_size"} <= set(layer) for layer in config["layers"].values()
+            {"coupling", "heads", "key_heads", "head_size"} <= set(layer)
+            for layer in config["layers"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"'{path}' is not a coupling's config ({error})") from None
@@ -135,8 +136,8 @@ def _check_fits(name: str, wanted: dict[str, Any], sites: dict[str, Site], folde
     theirs = (wanted["heads"], wanted["key_heads"], wanted["head_size"])
     if ours != theirs:
         raise InputError(
-            f"'{folder}' was made for another shape: layer '{name}' had {theirs[0]} query and {theirs[1]} key "
-            f"heads of size {theirs[2]}, here it has {ours[0]} and {ours[1]} of size {ours[2]}"
+            f"'{folder}' was made for another shape: layer '{name}' had {theirs[0]} query and {theirs[1]} "
+            f"key heads of size {theirs[2]}, here it has {ours[0]} and {ours[1]} of size {ours[2]}"
         )
     refuse_coupled(sites[name])
 
@@ -147,4 +148,6 @@ def _fill(part: nn.Module, prefix: str, tensors: dict[str, Tensor], folder: Path
         part.load_state_dict(state)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
-        raise InputError(f"the weights in '{folder}' do not fit its config at '{prefix[:-1]}': {reason}") from None
+        raise InputError(
+            f"the weights in '{folder}' do not fit its config at '{prefix[:-1]}': {reason}"
+        ) from None

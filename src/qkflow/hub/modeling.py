@@ -3,8 +3,8 @@
     import qkflow.hub                                                   # registers the architecture
     model = AutoModelForCausalLM.from_pretrained("path/to/exported")
 
-`Decoder` stays what it is, and one; these classes give it the interface that `generate`, `pipeline`, `Trainer`
-and the hub expect. Any cache of `transformers` works, since a coupled key never changes and can be kept.
+These classes give `Decoder` the interface that `generate`, `pipeline`, `Trainer` and the hub expect. Any
+cache of `transformers` works, since a coupled key never changes and can be kept.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def _shared(field: str, about: str) -> property:
     """A field of our config under the name that `transformers` gives it."""
 
     def read(self: QKFlowConfig) -> Any:
-        return self.shape[field]
+        return (self.shape or {})[field]
 
     def write(self: QKFlowConfig, value: Any) -> None:
-        self.shape[field] = value
+        self.shape = {**(self.shape or {}), field: value}
 
     return property(read, write, doc=about)
 
@@ -59,7 +59,7 @@ class QKFlowConfig(PreTrainedConfig):
     model_type = "qkflow"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
-    shape: dict | None = None
+    shape: dict | None = None  # a preset, unless given; never None once made
     max_position_embeddings: int = 2048  # what the model was trained on; rotary positions go further
     use_cache: bool = True
     pad_token_id: int | None = None
@@ -80,11 +80,11 @@ class QKFlowConfig(PreTrainedConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        kv_heads: int = self.shape["kv_heads"] or self.shape["heads"]
-        return kv_heads
+        kv_heads: int | None = (self.shape or {})["kv_heads"]
+        return kv_heads or self.num_attention_heads
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig.from_dict(self.shape)
+        return ModelConfig.from_dict(self.shape or {})
 
 
 class LayerCache:
@@ -190,7 +190,7 @@ class QKFlowModel(QKFlowPreTrainedModel):
             input_ids,
             positions=position_ids,
             padding=padding,
-            caches=caches,  # type: ignore[arg-type]
+            caches=caches,
         )
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 

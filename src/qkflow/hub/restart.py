@@ -49,7 +49,9 @@ def restart(model: nn.Module, start: str | Start = "gpt2", *, seed: int | None =
     """
     parsed = Start.parse(start)
     sites, roles = self_attentions(model), roles_of(model)
-    layers = [(site, *_projections(model, site, roles)) for site in sites]  # all checked before any is changed
+    layers = [
+        (site, *_projections(model, site, roles)) for site in sites
+    ]  # all checked before any is changed
     parameters = dict(model.named_parameters())
     before = {name: _std(parameter) for name, parameter in parameters.items()}
     seed = int(torch.randint(2**62, ())) if seed is None else seed
@@ -62,7 +64,9 @@ def restart(model: nn.Module, start: str | Start = "gpt2", *, seed: int | None =
         _restart_attention(site, v, o, Draw(parsed, seed, len(sites), site.name))
     after = {name: _std(parameter) for name, parameter in parameters.items()}
     return [
-        Change(name, roles[name], before[name], after[name]) for name in parameters if before[name] != after[name]
+        Change(name, roles[name], before[name], after[name])
+        for name in parameters
+        if before[name] != after[name]
     ]
 
 

@@ -145,8 +145,8 @@ def describe(
     rows = []
     for name, parameter in model.named_parameters():
         role = found[name]
-        group = "qk" if role in qk else "embed" if role == "embed" else "rest"
-        rate = {"qk": ratio, "embed": embed_ratio, "rest": 1.0}[group]
+        group = "qk" if role in qk else {"embed": "embed", FUSED_ROLE: "fused"}.get(role, "rest")
+        rate = {"qk": ratio, "embed": embed_ratio}.get(group, 1.0)
         decays = weight_decay if decay == "all" or parameter.dim() >= 2 else 0.0
         rows.append(
             Row(name, role, group, tuple(parameter.shape), lr * rate, decays, parameter.requires_grad)
@@ -175,7 +175,8 @@ def param_groups(
     fused         "split" gives the parts of a fused QKV weight parameters of their own, in place
                   (`split_fused`; state dicts keep their form), "refuse" raises an error instead
 
-    Each group has a `name` ("qk", "embed" or "rest") and the `names` of its parameters.
+    Each group has a `name` ("qk", "embed", "rest", or "fused" where a ratio of 1 needs no splitting) and the
+    `names` of its parameters.
     """
     if fused not in ("split", "refuse"):
         raise InputError(f"fused is 'split' or 'refuse', not '{fused}'")
