@@ -16,6 +16,7 @@ from qkflow.attention.rotary import Rotation
 from qkflow.attention.starts import Draw, fill, initialise
 from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
+from qkflow.models.kernels import RMSNorm, swiglu
 
 
 class FeedForward(nn.Module):
@@ -30,7 +31,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        inner = F.gelu(self.up(x)) if self.gate is None else swiglu(self.gate(x), self.up(x))
         out: Tensor = self.down(inner)
         return out
 
@@ -48,7 +49,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps, **where)
+        self.attention_norm = RMSNorm(config.width, eps=config.norm_eps, **where)
         self.attention = Attention(
             config.width,
             config.heads,
@@ -60,7 +61,7 @@ class Block(nn.Module):
             **{f.name: getattr(config.attention, f.name) for f in dataclasses.fields(config.attention)},
             **where,
         )
-        self.feed_forward_norm = nn.RMSNorm(config.width, eps=config.norm_eps, **where)
+        self.feed_forward_norm = RMSNorm(config.width, eps=config.norm_eps, **where)
         self.feed_forward = FeedForward(config.width, config.hidden_size, config.feed_forward, **where)
 
     def forward(
@@ -96,9 +97,11 @@ class Decoder(nn.Module):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.checkpoint_blocks = False  # trade time for memory: recompute each block in the backward pass
-        self.embedding = nn.Embedding(config.vocabulary, config.width, **where)
+        # from a tensor, so that it is drawn once, by its start, and not before by PyTorch's default
+        blank = torch.empty(config.vocabulary, config.width, **where)
+        self.embedding = nn.Embedding.from_pretrained(blank, freeze=False)
         self.blocks = nn.ModuleList(Block(config, layer, **where) for layer in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps, **where)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps, **where)
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False, **where)
         initialise(self, config.start, seed=seed, layers=config.layers)
 
