@@ -24,6 +24,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
     "report": ("report", "report", "build a comparison's outputs anew from its folder"),
     "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
+    "pace groups": ("pace_groups", "groups", "which parameters count as the query-key circuit"),
+    "export": ("hub", "export", "write a trained model as a transformers folder"),
+    "import": ("hub", "import_model", "write a transformers model as a folder qkflow reads"),
 }
 
 

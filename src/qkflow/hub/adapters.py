@@ -19,7 +19,7 @@ from qkflow import files
 from qkflow.anatomy import Site, placement, self_attentions
 from qkflow.attention import couplings
 from qkflow.errors import InputError
-from qkflow.hub.attach import CoupledAttention, attached, couple_site, refuse_coupled
+from qkflow.hub.attach import CoupledAttention, attached, couple_site, inner_model, refuse_coupled
 
 WEIGHTS = "coupling.safetensors"
 CONFIG = "coupling_config.json"
@@ -62,16 +62,6 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
         _fill(part, f"{name}.coupling.", tensors, folder)
         couple_site(site, wanted["coupling"], part)
     return model
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside what `torch.compile`, data parallelism and PEFT wrap around it."""
-    for attribute in ("_orig_mod", "module"):
-        inner = getattr(model, attribute, None)
-        if isinstance(inner, nn.Module):
-            return inner_model(inner)
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if callable(get_base) else model
 
 
 def active_coupling(layer: CoupledAttention) -> nn.Module:

@@ -88,8 +88,14 @@ class View:
 
     def couple(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Couple (…, T, H, D) and (…, T, G, D); what comes out has the precision that went in."""
-        layer = self.coupled_layer
-        new_q, new_k = layer.coupling(q, k)
+        coupling = self.coupled_layer.coupling
+        if torch.is_autocast_enabled(q.device.type):
+            # a coupling is small and works in the precision of its own weights
+            own = next(coupling.parameters(), q).dtype
+            with torch.autocast(q.device.type, enabled=False):
+                new_q, new_k = coupling(q.to(own), k.to(own))
+        else:
+            new_q, new_k = coupling(q, k)
         return new_q.to(q.dtype), new_k.to(k.dtype)
 
     def finish(self) -> None:
@@ -178,17 +184,28 @@ def attach(
     """
     given = Spec.parse(coupling)
     spec = couplings.check(Spec(given.name, {**given.options, **options}))
-    sites = _choose(self_attentions(model), layers)
+    base = inner_model(model)  # names, and with them seeded starts, are those of the model itself
+    sites = _choose(self_attentions(base), layers)
     for site in sites:
         refuse_coupled(site)
     seed = int(torch.randint(2**62, ())) if seed is None else seed
     for site in sites:
-        part = couplings.build(spec, site.heads, placement(site.module.get_submodule(site.q), model))
+        part = couplings.build(spec, site.heads, placement(site.module.get_submodule(site.q), base))
         _start(part, Draw(Start.parse(start), seed, len(sites), f"{site.name}.coupling"))
         couple_site(site, str(spec), part)
     if freeze_base:
         freeze(model)
     return model
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside what `torch.compile`, data parallelism and PEFT wrap around it."""
+    for attribute in ("_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module):
+            return inner_model(inner)
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if callable(get_base) else model
 
 
 def couple_site(site: Site, spec: str, part: nn.Module) -> None:

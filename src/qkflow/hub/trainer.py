@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from qkflow.errors import InputError
-from qkflow.hub.adapters import inner_model
+from qkflow.hub.attach import inner_model
 from qkflow.pace.fused import split_fused
 from qkflow.pace.groups import FUSED_ROLE, QK, Roles, roles_of
 from qkflow.pace.schedules import RatioSchedule, ratio_schedule
