@@ -30,6 +30,9 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "synthetic",
         "attention trained on the controlled task, next to the published figure",
     ),
+    "pace groups": ("pace_groups", "groups", "which parameters count as the query-key circuit"),
+    "export": ("hub", "export", "write a trained model as a transformers folder"),
+    "import": ("hub", "import_model", "write a transformers model as a folder qkflow reads"),
 }
 
 
