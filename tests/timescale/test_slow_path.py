@@ -235,7 +235,8 @@ def test_it_compiles_checkpoints_and_keeps_low_precision():
     model = decoder(torch.float32, ratio=4, layers=1, start=0.5)
     ids = tokens(2, 18)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ids), model(ids))
+    for length in (18, 13):  # the second compiles for any length
+        torch.testing.assert_close(compiled(ids[:, :length]), model(ids[:, :length]))
     copied = decoder(torch.float32, seed=1, ratio=4, layers=1, start=0.5)
     copied.load_state_dict(model.state_dict())
     copied.checkpoint_blocks = True
