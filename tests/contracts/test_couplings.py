@@ -87,7 +87,7 @@ def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str
 def test_inference_notices_changed_parameters(spec: str) -> None:
     coupling = make(spec, "gqa")
     qk = FactorisedQK(10, coupling.heads, False, dtype=torch.float64)
-    x = torch.randn(1, 4, 10, dtype=torch.float64)
+    x = torch.randn(2, 4, 10, dtype=torch.float64)
     with torch.no_grad():
         coupling.from_input(x, qk)
         scatter(coupling)
