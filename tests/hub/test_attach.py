@@ -102,9 +102,10 @@ def test_copies_and_pickles_stay_coupled(family: str) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(output(other, token_ids()), expected)
         assert len(hub.attached(other)) == 2
-        assert all(layer.coupling is not own.coupling for (_, layer), (_, own) in zip(
-            hub.attached(other), hub.attached(model), strict=True
-        ))
+        assert all(
+            layer.coupling is not own.coupling
+            for (_, layer), (_, own) in zip(hub.attached(other), hub.attached(model), strict=True)
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox"])
@@ -252,7 +253,9 @@ def test_what_cannot_be_coupled_is_refused_with_what_was_found() -> None:
     with pytest.raises(InputError, match="no self-attention.*found in MambaForCausalLM.*q_proj/k_proj"):
         hub.attach(mamba)
     codegen = hf.CodeGenForCausalLM(
-        hf.CodeGenConfig(vocab_size=96, n_embd=64, n_head=4, n_layer=1, rotary_dim=8, bos_token_id=1, eos_token_id=2)
+        hf.CodeGenConfig(
+            vocab_size=96, n_embd=64, n_head=4, n_layer=1, rotary_dim=8, bos_token_id=1, eos_token_id=2
+        )
     )
     with pytest.raises(InputError, match=r"qkv_proj.*CodeGenAttention.*not known"):
         hub.attach(codegen)

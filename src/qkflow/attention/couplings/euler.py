@@ -47,7 +47,9 @@ class Euler(LatentCoupling):
         self.steps = check_steps(steps)
         self.folded = False
         self.step = StepSize(heads.queries, step, learn_step, step_per, where)
-        self.network: HeadNetworks = HeadNetworks(heads.queries, heads.size, hidden, where, shared=shared, bias=bias)
+        self.network: HeadNetworks = HeadNetworks(
+            heads.queries, heads.size, hidden, where, shared=shared, bias=bias
+        )
 
     def force(self) -> Force:
         return network_force(self.network)
