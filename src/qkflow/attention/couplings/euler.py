@@ -72,6 +72,7 @@ class Euler(LatentCoupling):
         if self.folded:
             return None
         self.folded = True
+        self.__dict__.pop("_kept", None)
         return self.steps * self.step.per_head().detach()
 
 

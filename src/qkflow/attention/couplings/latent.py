@@ -154,7 +154,8 @@ class LatentCoupling(Coupling):
 
     def _infer(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Without gradients the weights' products are made once; one product yields q, k and the latents."""
-        weights, heads = self._prepared(qk), self.heads
+        heads = self.heads
+        weights = self._remembered(lambda: self._with_projection(qk), self.step, self.network, qk.q, qk.k)
         assert weights.projection is not None
         wide = F.linear(x, weights.projection, weights.projection_bias)
         after_q = heads.queries * heads.size
@@ -168,18 +169,6 @@ class LatentCoupling(Coupling):
             add_low_rank_(q, path.area.repeat_interleave(heads.group, dim=0), weights.exit_q)
         return self._add_bias(q, k, weights)
 
-    def _prepared(self, qk: FactorisedQK) -> Weights:
-        modules = (self.step, self.network, qk.q, qk.k)
-        sources = [
-            t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-        ]
-        state = [(t, t._version, t.data_ptr()) for t in sources]
-        kept: tuple[list[tuple[Tensor, int, int]], bool, Weights] | None = self.__dict__.get("_kept")
-        if kept is None or kept[1] != self.folded or not _same(kept[0], state):
-            kept = (state, self.folded, self._with_projection(qk))
-            self.__dict__["_kept"] = kept  # not part of the module's state: never saved
-        return kept[2]
-
     def _with_projection(self, qk: FactorisedQK) -> Weights:
         """Rows that yield q + nΔ·k, then k, then the latents of the q and k before any drift."""
         plain, q, k = self._weights(), qk.q, qk.k
@@ -190,12 +179,6 @@ class LatentCoupling(Coupling):
         if q.bias is not None and drifted[1] is not None and entry_bias is not None:
             bias = torch.cat((drifted[1], k.bias, entry_bias.flatten()))
         return replace(plain, projection=torch.cat((drifted[0], k.weight, entry)), projection_bias=bias)
-
-
-def _same(kept: list[tuple[Tensor, int, int]], now: list[tuple[Tensor, int, int]]) -> bool:
-    return len(kept) == len(now) and all(
-        a[0] is b[0] and a[1:] == b[1:] for a, b in zip(kept, now, strict=True)
-    )
 
 
 def trajectory_flops(heads: Heads, hidden: int, steps: int, scheme: Scheme) -> int:

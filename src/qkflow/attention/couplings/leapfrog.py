@@ -109,6 +109,7 @@ class Leapfrog(LatentCoupling):
         if self.folded:
             return None
         self.folded = True
+        self.__dict__.pop("_kept", None)
         return self.steps * self.step.per_head().detach()
 
 
