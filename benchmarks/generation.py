@@ -3,9 +3,9 @@
     python benchmarks/generation.py
     python benchmarks/generation.py --preset tiny --tokens 400 --threads 2
 
-Both continue the same prompt with the same weights, one sequence, the likeliest token each time, taking turns in one
-process; that they make the same tokens is checked. Printed are tokens a second and how many times as fast qkflow is,
-the median and the range over rounds. What qkflow prepares for a call is part of its time.
+Both continue the same prompt with the same weights, one sequence, the likeliest token each time, taking turns
+in one process; that they make the same tokens is checked. Printed are tokens a second and how many times as
+fast qkflow is, the median and the range over rounds. What qkflow prepares for a call is part of its time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from qkflow.models.generate import generate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="small")
     parser.add_argument("--prompt", type=int, default=16, help="tokens")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=["wall", "process"], default="wall", help="process: a busy machine's")
+    parser.add_argument(
+        "--clock", choices=["wall", "process"], default="wall", help="process: a busy machine's"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -39,7 +43,9 @@ def main() -> None:
     # a fan-in start, so that the likeliest token is one by a margin
     model = Decoder(preset(options.preset, feed_forward="swiglu", start="fan_in"), seed=0).eval()
     peer = llama(model, options.prompt + options.tokens).eval()
-    ids = torch.randint(model.config.vocabulary, (1, options.prompt), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        model.config.vocabulary, (1, options.prompt), generator=torch.Generator().manual_seed(0)
+    )
     new = options.tokens
     contestants: dict[str, Callable[[], torch.Tensor]] = {
         "qkflow": lambda: generate(model, ids, new, temperature=0),
@@ -65,7 +71,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(report))
         return
-    print(f"{options.preset}, batch 1, {new} tokens after {options.prompt}: {same:.0%} of the tokens are the same")
+    print(f"{options.preset}, batch 1, {new} tokens after {options.prompt}: {same:.0%} of them the same")
     for name, speed in speeds.items():
         print(f"  {name:13} {speed:7.1f} tokens/s")
     print(

@@ -1,10 +1,11 @@
-"""How much memory a training step needs with the chunked cross-entropy, beside the same step with full logits.
+"""How much memory a training step needs with chunked cross-entropy, beside the same step with full logits.
 
     python benchmarks/memory.py                            # 60m, vocabulary 50,257, T = 512, batch 8
     python benchmarks/memory.py --preset small --batch 4 --length 256
 
-Each contestant makes one step (forward, backward, AdamW) in a process of its own; printed is the most memory that
-the process ever held, less what it held before the model was made, and beside it what `accounting` had foreseen.
+Each contestant makes one step (forward, backward, AdamW) in a process of its own; printed is the most memory
+that the process ever held, less what it held before the model was made, and beside it what `accounting` had
+foreseen.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def step(options: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="60m")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
@@ -57,7 +60,9 @@ def main() -> None:
         return
     taken = {}
     for name in ("full logits", "chunked"):
-        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--only", name], stdout=subprocess.PIPE)
+        done = subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--only", name], stdout=subprocess.PIPE
+        )
         done.check_returncode()
         taken[name] = int(done.stdout)
 
@@ -72,7 +77,9 @@ def main() -> None:
     print(f"{options.preset}, batch {options.batch}, {options.length} tokens: the peak of one training step")
     for name, size in taken.items():
         print(f"  {name:12} {size / 1e6:8.0f} MB")
-    print(f"  chunked needs {ratio:.2f}x of full logits; accounting had foreseen {foreseen.total / 1e6:.0f} MB")
+    print(
+        f"  chunked needs {ratio:.2f}x of full logits; accounting had foreseen {foreseen.total / 1e6:.0f} MB"
+    )
 
 
 if __name__ == "__main__":

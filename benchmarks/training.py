@@ -3,16 +3,18 @@
     python benchmarks/training.py                          # tiny and small, one thread
     python benchmarks/training.py --presets small --threads 2 --rounds 9
 
-Three contestants train the same function on the same batches in the same precision, in one process, taking turns:
-qkflow's own loop with everything it does (schedule, clipping, checks, metrics); `Trainer` on a LlamaForCausalLM
-with the same weights; and a bare loop over qkflow's model with PyTorch's AdamW and cross-entropy. Printed are
-milliseconds a step and how many times as fast qkflow is, the median and the range over rounds. Feed-forwards are
-SwiGLU, which is all that Llama knows: `tiny` keeps its parameter count with a narrower one.
+Three contestants train the same function on the same batches in the same precision, in one process, taking
+turns: qkflow's own loop with everything it does (schedule, clipping, checks, metrics); `Trainer` on a
+LlamaForCausalLM with the same weights; and a bare loop over qkflow's model with PyTorch's AdamW and
+cross-entropy. Printed are milliseconds a step and how many times as fast qkflow is, the median and the range
+over rounds. Feed-forwards are SwiGLU, which is all that Llama knows: `tiny` keeps its parameter count with a
+narrower one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import statistics
@@ -40,10 +42,12 @@ def run_config(name: str, batch: int, steps: int, corpus: str) -> RunConfig:
     return RunConfig.from_dict(
         {
             "model": {"preset": name, "feed_forward": "swiglu", **SHAPES[name]},
-            "data": {"corpus": corpus, "tokenizer": f"bpe:{preset(name).vocabulary}", "length": LENGTHS[name]},
+            "data": {
+                "corpus": corpus, "tokenizer": f"bpe:{preset(name).vocabulary}", "length": LENGTHS[name],
+            },
             "train": {
-                "steps": steps, "batch": batch, "lr": 1e-3, "evaluations": 1, "eval_tokens": 256, "probe_every": 0,
-                "log_every": LOG_EVERY, "device": "cpu",
+                "steps": steps, "batch": batch, "lr": 1e-3, "log_every": LOG_EVERY, "device": "cpu",
+                "evaluations": 1, "eval_tokens": 256, "probe_every": 0,
             },
         }
     )  # fmt: skip
@@ -69,7 +73,9 @@ def ours(config: RunConfig, clock: Clock) -> list[float]:
 def bare(model: Decoder, config: RunConfig, windows: TrainWindows, clock: Clock) -> list[float]:
     """The shortest loop that trains the same model."""
     assert config.train.steps
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.train.steps)
     ends = []
     for step in range(config.train.steps):
@@ -88,7 +94,7 @@ def bare(model: Decoder, config: RunConfig, windows: TrainWindows, clock: Clock)
 
 
 class Batches(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Single windows, in the order in which the others see them in batches. Trainer shifts the labels itself."""
+    """Single windows, in the order in which the others see them. Trainer shifts the labels itself."""
 
     def __init__(self, windows: TrainWindows, steps: int) -> None:
         rows = [torch.from_numpy(row[:-1].copy()) for step in range(steps) for row in windows.batch(step)]
@@ -114,8 +120,9 @@ def trainer(peer: Any, config: RunConfig, batches: Batches, clock: Clock) -> lis
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, max_steps=config.train.steps, per_device_train_batch_size=config.train.batch,
-            learning_rate=1e-3, lr_scheduler_type="cosine", weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0,
-            logging_steps=LOG_EVERY, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+            learning_rate=1e-3, lr_scheduler_type="cosine", weight_decay=0.1, adam_beta2=0.95,
+            max_grad_norm=1.0, logging_steps=LOG_EVERY, save_strategy="no", report_to="none",
+            disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
         run = Trainer(model=peer, args=arguments, train_dataset=batches, callbacks=[Watch()])
         run.remove_callback(PrinterCallback)
@@ -141,30 +148,43 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         order = list(contestants) if turn % 2 else list(reversed(contestants))
         for key in order:
             ends = contestants[key]()
-            laps = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+            laps = [after - before for before, after in itertools.pairwise(ends)]
             if turn:  # the first is to warm up
                 times[key].append(statistics.median(laps) if options.typical else statistics.fmean(laps))
     tokens = config.train.batch * config.data.length
-    report: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "tokens_a_step": tokens}
+    report: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_a_step": tokens,
+    }
     for key, taken in times.items():
         ratios = sorted(other / mine for other, mine in zip(taken, times["qkflow"], strict=True))
         report[key] = {
             "milliseconds": 1e3 * statistics.median(taken),
-            "qkflow_times_as_fast": {"median": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]},
+            "qkflow_times_as_fast": {
+                "median": statistics.median(ratios),
+                "low": ratios[0],
+                "high": ratios[-1],
+            },
         }
     return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--presets", nargs="+", default=["tiny", "small"], choices=list(SHAPES))
     parser.add_argument("--corpus", default="speeches")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20, help="of each turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--clock", choices=["wall", "process"], default="wall", help="process: a busy machine's")
-    parser.add_argument("--typical", action="store_true", help="the median step of a turn instead of the mean")
+    parser.add_argument(
+        "--clock", choices=["wall", "process"], default="wall", help="process: a busy machine's"
+    )
+    parser.add_argument(
+        "--typical", action="store_true", help="the median step of a turn instead of the mean"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -179,7 +199,7 @@ def main() -> None:
         for key, cell in row.items():
             ratio = cell["qkflow_times_as_fast"]
             print(
-                f"  {key:10} {cell['milliseconds']:8.1f} ms a step   qkflow is {ratio['median']:.2f}x as fast "
+                f"  {key:10} {cell['milliseconds']:8.1f} ms a step  qkflow is {ratio['median']:.2f}x as fast "
                 f"({ratio['low']:.2f} to {ratio['high']:.2f} over {options.rounds} rounds)"
             )
 

@@ -1,4 +1,4 @@
-"""Runs a worker in a child process, again and again, and kills it: `python killed.py FOLDER random|exact SEED`.
+"""Runs a worker again and again, and kills it: `python killed.py FOLDER random|exact SEED`.
 
 The child is forked, so that twenty lives cost one import. `random` kills twenty times after a random while;
 `exact` kills at every single operation that a checkpoint consists of, one life each.
@@ -61,7 +61,9 @@ def kill_at_random(folder: Path, seed: int) -> tuple[int, int]:
             raise SystemExit(f"finished after {kills} kills: make the run longer")
         kills += 1
         writing += any(folder.glob("checkpoints/.*.part"))
-        if reached(folder) > kills / KILLS:  # a quick machine: shorter lives, or it will finish before the last
+        if (
+            reached(folder) > kills / KILLS
+        ):  # a quick machine: shorter lives, or it will finish before the last
             longest *= 0.7
     return kills, writing
 
@@ -85,7 +87,9 @@ def kill_exactly(folder: Path) -> tuple[int, int]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where = Path(sys.argv[1])
-    kills, writing = kill_at_random(where, int(sys.argv[3])) if sys.argv[2] == "random" else kill_exactly(where)
+    kills, writing = (
+        kill_at_random(where, int(sys.argv[3])) if sys.argv[2] == "random" else kill_exactly(where)
+    )
     code = wait(child(where))
     print(f"{kills} kills, {writing} while a checkpoint was being written, exit code {code}")
     sys.exit(code)

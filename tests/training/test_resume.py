@@ -17,7 +17,11 @@ def weights(folder):
 
 
 def losses(folder):
-    return [(row["kind"], row["step"], row["loss"]) for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    return [
+        (row["kind"], row["step"], row["loss"])
+        for row in read_rows(folder / "metrics.jsonl")
+        if "loss" in row
+    ]
 
 
 def kill(folder, *how):

@@ -1,6 +1,6 @@
 """Starts runs as torchrun would, but forked, so that all of them cost one import.
 
-    python together.py FOLDER:PROCESSES:KIND:STOP …    one run after the other; STOP = the step to stop at, or 0
+    python together.py FOLDER:PROCESSES:KIND:STOP …   one run after the other; STOP = a step to stop at, or 0
 
 Stopping is asked of the last process alone: all of them must stop at the same step.
 """

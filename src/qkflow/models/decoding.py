@@ -1,10 +1,10 @@
-"""One sequence, one token at a time, on a processor: every weight is read once a token, and little else counts.
+"""One sequence, one token at a time, on a processor: every weight is read once, and little else counts.
 
 The model's own forward pass is made for many tokens. For one, its products are matrix times vector, which run
 at the speed of memory, and only if the matrix lies in memory the way the kernel likes; and its many small
-operations cost more than their arithmetic. So the weights are laid out anew, once: queries, keys and values as one
-matrix, gate and up as another. Of a norm one number is left, which scales the product that follows. Coupling,
-scoring and cache are the model's own.
+operations cost more than their arithmetic. So the weights are laid out anew, once: queries, keys and values
+as one matrix, gate and up as another. Of a norm one number is left, which scales the product that follows.
+Coupling, scoring and cache are the model's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class TokenByToken:
         self.output = _for_products(model.output_weight)
         first: Attention = model.blocks[0].attention  # type: ignore[assignment]
         capacity = caches[0].capacity
-        self.rotations = first.rotation_for(model.embedding.weight.expand(capacity, -1, -1).transpose(0, 1)[:1])
+        self.rotations = first.rotation_for(
+            model.embedding.weight.expand(capacity, -1, -1).transpose(0, 1)[:1]
+        )
 
     @staticmethod
     def suits(model: Decoder) -> bool:
@@ -118,7 +120,9 @@ class _Layer:
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q), attention.k_norm(k)
         if rotation is not None:
-            q, k = rotate_reference(torch.cat([q, k], dim=2), rotation).split((heads.queries, heads.keys), dim=2)
+            q, k = rotate_reference(torch.cat([q, k], dim=2), rotation).split(
+                (heads.queries, heads.keys), dim=2
+            )
         keys, values = cache.append(k, v.view(1, 1, heads.values, heads.value_size))
         length = keys.shape[1]
         mask = Mask() if attention.window is None else attention.mask_for(1, length, device=x.device)
@@ -136,8 +140,8 @@ def _scale(x: Tensor, eps: float) -> float:
 def _for_products(weight: Tensor) -> Tensor:
     """The matrix, laid out in memory so that its product with a vector is quick.
 
-    Row by row the kernel makes one sum after the other, which for short rows never gets going; a matrix with more
-    rows than columns is better stored column by column.
+    Row by row the kernel makes one sum after the other, which for short rows never gets going; a matrix with
+    more rows than columns is better stored column by column.
     """
     weight = weight.detach()
     return weight.t().contiguous().t() if weight.shape[0] > weight.shape[1] else weight.contiguous()

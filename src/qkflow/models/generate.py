@@ -17,7 +17,7 @@ WORTH_PREPARING = 24  # tokens: fewer are sooner made by the model as it is
 
 @dataclass(frozen=True)
 class Sampler:
-    """Chooses the next token from logits (B, V): temperature first, then the k likeliest, then the likeliest p."""
+    """Chooses the next token from logits (B, V): temperature, then the k likeliest, then the likeliest p."""
 
     temperature: float = 1.0  # 0 = always the likeliest
     top_k: int | None = None
@@ -43,7 +43,8 @@ class Sampler:
             logits, tokens = logits.sort(dim=-1, descending=True)
         shares = logits.softmax(dim=-1)
         if self.top_p is not None and self.top_p < 1:
-            # keep a token while those before it have not reached p; topk and sort both put the likeliest first
+            # keep a token while those before it have not reached p; topk and sort both put the likeliest
+            # first
             shares = shares.masked_fill(shares.cumsum(dim=-1) - shares >= self.top_p, 0)
         drawn = torch.multinomial(shares, 1, generator=self.generator)
         return (drawn if tokens is None else tokens.gather(-1, drawn)).squeeze(-1)
@@ -117,10 +118,8 @@ def _tokens(
         yield token
 
 
-def _padded(
-    model: Decoder, ids: Tensor, count: int, sampler: Sampler, real: Tensor
-) -> Iterator[Tensor]:
-    """The same for prompts filled up on the left: every row has its own positions, and does not see its filling."""
+def _padded(model: Decoder, ids: Tensor, count: int, sampler: Sampler, real: Tensor) -> Iterator[Tensor]:
+    """The same for prompts filled up on the left: every row has positions of its own and sees no filling."""
     caches = model.new_caches(ids.shape[0], ids.shape[1] + count)
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)
     token = sampler(model.logits(model(ids, positions=positions, padding=real, caches=caches)[:, -1]))
@@ -135,7 +134,9 @@ def _padded(
 
 def _check(model: Decoder, ids: Tensor, max_new: int, padding: Tensor | None) -> None:
     if ids.dim() != 2 or ids.shape[1] == 0:
-        raise InputError(f"give token ids of shape (batch, tokens) with at least one token, not {tuple(ids.shape)}")
+        raise InputError(
+            f"give token ids of shape (batch, tokens) with at least one token, not {tuple(ids.shape)}"
+        )
     if max_new < 1:
         raise InputError(f"the number of tokens to generate must be at least 1, not {max_new}")
     if int(ids.max()) >= model.config.vocabulary or int(ids.min()) < 0:

@@ -57,7 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m qkflow.training.worker", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=None, help="default: $OMP_NUM_THREADS, or all cores")
-    parser.add_argument("--parallel", choices=get_args(Parallel), help="how the processes of torchrun share work")
+    parser.add_argument(
+        "--parallel", choices=get_args(Parallel), help="how the processes of torchrun share work"
+    )
     given = parser.parse_args(arguments)
     prepare_process(given.threads)
     try:
