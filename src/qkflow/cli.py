@@ -17,6 +17,10 @@ from qkflow.errors import InputError, unknown
 # name on the command line -> (module under qkflow.commands, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("bench", "bench", "what each coupling and scoring costs beside standard attention"),
+    "train": ("train", "train", "train one model; stopped or killed, go on with it"),
+    "eval": ("evaluate", "evaluate", "perplexity and bits per byte of a model on a corpus"),
+    "generate": ("generate", "generate", "let a model write"),
+    "probe": ("probe", "probe", "measure and draw where a model's attention goes"),
     "data list": ("data", "list_corpora", "list the corpora known by name"),
     "data describe": ("data", "describe", "say what a corpus is like: size, entropy, repetition"),
     "data prepare": ("data", "prepare", "tokenise a corpus into the cache"),
