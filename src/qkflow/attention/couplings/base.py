@@ -56,10 +56,9 @@ class Coupling(nn.Module):
         return out
 
     def _remembered(self, make: Callable[[], Made], *sources: nn.Module) -> Made:
-        """What `make` gives, made anew only when a parameter of `sources` changed: for use without gradients."""
-        tensors = [
-            t for m in sources for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-        ]
+        """What `make` gives, made anew only when a parameter of `sources` changed; without gradients."""
+        owned = (t for m in sources for t in (*m._parameters.values(), *m._buffers.values()))
+        tensors = [tensor for tensor in owned if tensor is not None]
         state = [(id(t), t._version, t.data_ptr()) for t in tensors]
         kept: tuple[list[tuple[int, int, int]], list[Tensor], Made] | None = self.__dict__.get("_kept")
         if kept is None or kept[0] != state:
