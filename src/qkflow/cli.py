@@ -90,6 +90,9 @@ def main() -> None:
             raise
         print(f"qkflow: {error}", file=sys.stderr)
         code = 2
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     except OSError as error:
         if os.environ.get("QKFLOW_DEBUG"):
             raise
