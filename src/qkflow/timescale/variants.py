@@ -6,8 +6,8 @@
     slow:warm-gate    the gate starts open: is it the idea that fails, or its cold start?
     dense-matched     no slow path; its compute goes into the token-rate layers
 
-Any option of `SlowConfig` may follow: `slow:ratio=4:inject=each`, `slow:warm-gate:start=0.3`,
-`dense-matched:ratio=4` (matched to the slow path with these options).
+Any option of `SlowConfig` may follow, its ratio as P: `slow:P=4:inject=each`, `slow:warm-gate:start=0.3`,
+`dense-matched:P=4` (matched to the slow path with these options).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Changes:
 def variant(name: str, base: ModelConfig | Mapping[str, Any], length: int) -> Changes:
     """What the variant `name` changes in a run of the model `base` on sequences of `length` tokens.
 
-    `base` may be plain data, with a `preset` it starts from.
+    `base` may be plain data, as the section `model` of a run's config: a preset and what differs from it.
     """
     config = _config(base)
     kind, mode, options = _parse(name)
@@ -86,8 +86,7 @@ def _config(base: ModelConfig | Mapping[str, Any]) -> ModelConfig:
     if isinstance(base, ModelConfig):
         return base
     values = dict(base)
-    named = values.pop("preset", None)
-    return preset(named, **values) if named else ModelConfig.from_dict(values)
+    return preset(values.pop("preset", "tiny"), **values)
 
 
 def _parse(name: str) -> tuple[str, str | None, dict[str, Any]]:
@@ -99,13 +98,11 @@ def _parse(name: str) -> tuple[str, str | None, dict[str, Any]]:
     for part in parts:
         key, equals, value = part.partition("=")
         if equals and value:
-            options[key] = yaml.safe_load(value)
+            options["ratio" if key == "P" else key] = yaml.safe_load(value)
         elif kind == "slow" and key in FREEZES:
             modes.append(key)
         else:
-            raise unknown(
-                f"option of variant '{kind}'", part, [*(FREEZES if kind == "slow" else ()), "ratio=4"]
-            )
+            raise unknown(f"option of variant '{kind}'", part, [*(FREEZES if kind == "slow" else ()), "P=4"])
     if len(modes) > 1:
         raise InputError(f"variant '{name}' is two ablations ({', '.join(modes)}): give one")
     return kind, modes[0] if modes else None, options

@@ -46,7 +46,7 @@ def test_each_ablation_changes_what_it_says(name, start, freezes):
 
 
 def test_options_follow_the_name_and_a_slow_path_already_there_is_kept():
-    assert variant("slow:ratio=4:inject=each:gate=vector", TINY, 128).model["slow"] == {
+    assert variant("slow:P=4:inject=each:gate=vector", TINY, 128).model["slow"] == {
         "ratio": 4, "layers": 2, "hidden": None, "gate": "vector", "start": 0.0, "inject": "each",
         "output": "drawn", "attention": {},
     }  # fmt: skip
