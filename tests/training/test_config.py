@@ -17,7 +17,9 @@ def test_numbers_as_yaml_reads_them():
     assert RunConfig.from_dict(values).train == TrainConfig(tokens=1_000_000, lr=3e-3, warmup=0.0)
 
 
-@pytest.mark.parametrize(("text", "number"), [("200k", 200_000), ("1.5M", 1_500_000), ("3e6", 3_000_000), (7, 7)])
+@pytest.mark.parametrize(
+    ("text", "number"), [("200k", 200_000), ("1.5M", 1_500_000), ("3e6", 3_000_000), (7, 7)]
+)
 def test_counts(text, number):
     assert parse_count(text) == number
 

@@ -31,7 +31,9 @@ def weights(folder):
 
 def assert_same_weights(one, other, **tolerance):
     for name, tensor in weights(one).items():
-        torch.testing.assert_close(tensor, weights(other)[name], msg=name, **(tolerance or {"rtol": 0, "atol": 0}))
+        torch.testing.assert_close(
+            tensor, weights(other)[name], msg=name, **(tolerance or {"rtol": 0, "atol": 0})
+        )
 
 
 def test_a_run_writes_what_it_promises(run_folder):
@@ -42,12 +44,18 @@ def test_a_run_writes_what_it_promises(run_folder):
     assert result["status"] == "finished"
     assert (result["steps"], result["tokens"]) == (8, 8 * 4 * 16)
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-    assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2), rel=0.02)  # tokens are bytes
+    assert result["bits_per_byte"] == pytest.approx(
+        result["loss"] / math.log(2), rel=0.02
+    )  # tokens are bytes
     assert result["parameters"] == sum(result["parameters_by_role"].values())
     assert {"seconds", "step_seconds", "peak_memory_bytes", "flops_per_token"} <= result.keys()
-    assert {"python", "torch", "qkflow", "commit", "threads", "device", "machine"} <= result["environment"].keys()
+    assert {"python", "torch", "qkflow", "commit", "threads", "device", "machine"} <= result[
+        "environment"
+    ].keys()
     assert [row["step"] for row in rows(folder, "train")] == [2, 4, 6, 8]
-    assert {"tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second"} <= rows(folder, "train")[0].keys()
+    assert {"tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second"} <= rows(folder, "train")[
+        0
+    ].keys()
     last = rows(folder, "eval")[-1]
     assert [row["step"] for row in rows(folder, "eval")] == [2, 4, 6, 8]
     assert last["loss"] == result["loss"]
@@ -165,7 +173,10 @@ def test_two_runs_in_one_folder(run_folder):
 
     class Second(Listener):
         def begin(self, first):
-            with pytest.raises(InputError, match="another process is training in"), alone_in(folder, first.team):
+            with (
+                pytest.raises(InputError, match="another process is training in"),
+                alone_in(folder, first.team),
+            ):
                 pass
             self.tried = True
 

@@ -64,7 +64,11 @@ def flip(path):
         ("state.safetensors", lambda path: os.truncate(path, 50), "missing or of the wrong size"),
         ("state.safetensors", os.remove, "missing or of the wrong size"),
         ("checkpoint.json", lambda path: path.write_text("{}"), "missing or damaged"),
-        ("checkpoint.json", lambda path: path.write_text(path.read_text().replace("0.2", "0.3")), "is damaged"),
+        (
+            "checkpoint.json",
+            lambda path: path.write_text(path.read_text().replace("0.2", "0.3")),
+            "is damaged",
+        ),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(checkpoints, notes, file, harm, words):
