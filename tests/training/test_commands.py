@@ -32,8 +32,8 @@ def model(trained, corpus, command):
     if not trained.exists():
         small = ["model.layers=1", "model.width=16", "model.heads=2", "train.eval_tokens=512"]
         code, out = command(
-            "train", trained, "--data", corpus, "--tokenizer", "bpe:300", "--length", 16, "--coupling", "drift",
-            "--steps", 6, "--batch", 4, *(word for text in small for word in ("--set", text)), "--json",
+            "train", trained, "--data", corpus, "--tokenizer", "bpe:300", "--length", 16,
+            "--coupling", "drift", "--steps", 6, "--batch", 4, *(word for text in small for word in ("--set", text)), "--json",
         )  # fmt: skip
         assert code == 0
         assert json.loads(out)["status"] == "finished"
@@ -49,7 +49,7 @@ def test_train_shows_a_finished_run_again(model, command):
 
 
 def test_train_refuses_a_folder_of_something_else(model, command, tmp_path):
-    with pytest.raises(InputError, match="holds another run .train.lr is 0.003, not 0.5."):
+    with pytest.raises(InputError, match=r"holds another run \(train\.lr is 0\.003, not 0\.5\)"):
         command("train", model, "--lr", 0.5)
     assert command("train", model, "--set", "train.keep=3")[0] == 0  # changes nothing that was learned
     (tmp_path / "letter.txt").write_text("dear")
@@ -66,13 +66,13 @@ def test_train_from_a_config_with_flags_on_top(settings, command, tmp_path):
     (tmp_path / "bad.yaml").write_text("train: {stepz: 2}")
     with pytest.raises(InputError, match=r"bad.yaml: unknown key of train 'stepz': did you mean 'steps'"):
         command("train", tmp_path / "other", "--config", tmp_path / "bad.yaml")
-    with pytest.raises(InputError, match="section.key=value"):
+    with pytest.raises(InputError, match=r"section\.key=value"):
         command("train", tmp_path / "other", "--set", "clip")
     assert not (tmp_path / "other").exists()
 
 
 def test_eval_agrees_with_the_run(model, corpus, command):
-    code, out = command("eval", model, "--data", corpus, "--length", 16, "--tokens", 512, "--json")
+    _, out = command("eval", model, "--data", corpus, "--length", 16, "--tokens", 512, "--json")
     found, result = json.loads(out), json.loads((model / "result.json").read_text())
     assert found["loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
@@ -92,7 +92,7 @@ def test_generate(model, command):
 
 
 def test_probe(model, corpus, command, tmp_path):
-    code, out = command("probe", model, "--text", "the sun sings", "--out", tmp_path / "maps.html", "--json")
+    _, out = command("probe", model, "--text", "the sun sings", "--out", tmp_path / "maps.html", "--json")
     (layer,) = json.loads(out)["layers"]
     assert len(layer["entropy"]) == len(layer["step_size"]) == 2
     assert (tmp_path / "maps.html").is_file()

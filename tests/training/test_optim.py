@@ -65,7 +65,7 @@ def test_pace_makes_the_query_key_circuit_faster():
     assert pace_multipliers(2.0, collapsed) == {"qk": 2.0}
     with pytest.raises(InputError, match="must be above zero"):
         pace_multipliers(-1, model)
-    with pytest.raises(InputError, match="unknown key of train.pace 'rate'"):
+    with pytest.raises(InputError, match=r"unknown key of train\.pace 'rate'"):
         pace_multipliers({"rate": 1}, model)
 
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from qkflow.training.config import TrainConfig
@@ -14,7 +16,7 @@ def test_cosine_rises_then_falls_to_its_end():
     assert found[:3] == pytest.approx([0.1, 0.2, 0.3], rel=0.01)
     assert max(found) == pytest.approx(1.0, rel=0.03)
     assert found[-1] == pytest.approx(0.1, rel=0.01)
-    assert all(later < earlier for earlier, later in zip(found[10:], found[11:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(found[10:]))
 
 
 def test_wsd_stays_and_then_falls_in_a_line():

@@ -89,7 +89,7 @@ def write_html(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
 
 
 def _levels(layer: LayerProbe) -> np.ndarray:
-    """Square roots of the weights (heads, T, T) as bytes, 255 the largest of a head; of negative ones the size.
+    """Roots of the weights' sizes (heads, T, T) as bytes, 255 the largest of a head.
 
     Roots, because the first rows have few keys to share the weight among, and would outshine all others.
     """
