@@ -33,7 +33,8 @@ def model(trained, corpus, command):
         small = ["model.layers=1", "model.width=16", "model.heads=2", "train.eval_tokens=512"]
         code, out = command(
             "train", trained, "--data", corpus, "--tokenizer", "bpe:300", "--length", 16,
-            "--coupling", "drift", "--steps", 6, "--batch", 4, *(word for text in small for word in ("--set", text)), "--json",
+            "--coupling", "drift", "--steps", 6, "--batch", 4,
+            *(word for text in small for word in ("--set", text)), "--json",
         )  # fmt: skip
         assert code == 0
         assert json.loads(out)["status"] == "finished"
