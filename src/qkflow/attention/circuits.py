@@ -30,24 +30,36 @@ class FactorisedQK(nn.Module):
         self.k = nn.Linear(width, heads.keys * heads.size, bias=bias, **where)
 
     def forward(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
-        heads = self.heads
-        q = self.q(x).unflatten(-1, (heads.queries, heads.size))
-        k = self.k(context).unflatten(-1, (heads.keys, heads.size))
-        return q, k
+        q = self.q(x).unflatten(-1, (self.heads.queries, self.heads.size))
+        return q, self.keys(context)
+
+    def keys(self, x: Tensor) -> Tensor:
+        keys: Tensor = self.k(x)
+        return keys.unflatten(-1, (self.heads.keys, self.heads.size))
+
+    def drifted(self, amount: Tensor) -> tuple[Tensor, Tensor | None]:
+        """W_Q + amount_h·W_K and its bias: the projection that yields q + amount_h·k."""
+        scale = amount.repeat_interleave(self.heads.size)
+        weight = torch.addcmul(self.q.weight, scale[:, None], self.keys_for_queries(self.k.weight))
+        if self.q.bias is None:
+            return weight, None
+        return weight, self.q.bias + scale * self.keys_for_queries(self.k.bias)
 
     def keys_for_queries(self, weight: Tensor) -> Tensor:
-        """Repeat the rows of a key projection (G·D, …) so that they line up with the query rows (H·D, …)."""
+        """Repeat the rows of a key projection (G·D, …) to line up with the query rows (H·D, …)."""
         heads = self.heads
+        if heads.group == 1:
+            return weight
         per_head = weight.unflatten(0, (heads.keys, heads.size))
         return per_head.repeat_interleave(heads.group, dim=0).flatten(0, 1)
 
     @torch.no_grad()
     def fold_drift(self, amount: Tensor) -> None:
-        """Make the queries q + amount_h·k by the weights alone; `amount` has one entry a query head."""
-        scale = amount.repeat_interleave(self.heads.size)
-        self.q.weight.add_(scale[:, None] * self.keys_for_queries(self.k.weight))
-        if self.q.bias is not None:
-            self.q.bias.add_(scale * self.keys_for_queries(self.k.bias))
+        """Make the queries q + amount_h·k for good; `amount` has one entry a query head."""
+        weight, bias = self.drifted(amount)
+        self.q.weight.copy_(weight)
+        if bias is not None:
+            self.q.bias.copy_(bias)
 
     def start_parameters(self, draw: Draw) -> None:
         start = draw.start

@@ -13,7 +13,7 @@ from qkflow.attention.circuits import FactorisedQK, build_circuits, circuit_head
 from qkflow.attention.heads import Heads
 from qkflow.attention.masks import Mask, build_mask, document_positions
 from qkflow.attention.registry import Spec
-from qkflow.attention.rotary import Rotary, Rotation, rotate
+from qkflow.attention.rotary import Rotary, Rotation, check_size, rotate
 from qkflow.attention.starts import Draw, Start, initialise
 from qkflow.errors import InputError
 
@@ -72,6 +72,8 @@ class Attention(nn.Module):
         _check_shape(width, heads, kv_heads, head_size, window, dropout)
         head_size = head_size or width // heads
         rope = Rotary.of(rope)
+        if rope is not None:
+            check_size(head_size)
         if circuit != "FAFO":
             _check_collapsed(circuit, rope, scorings.check(scoring), qk_norm)
         self.width, self.causal, self.window, self.dropout = width, causal, window, dropout
@@ -146,8 +148,12 @@ class Attention(nn.Module):
         """Project, couple, normalise, rotate."""
         self._check_input(x, context)
         source = x if context is None else context
-        q, k = self.qk(x, source)
-        q, k = self.coupling.reference(q, k) if textbook else self.coupling(q, k)
+        if textbook:
+            q, k = self.coupling.reference(*self.qk(x, source))
+        elif context is None and isinstance(self.qk, FactorisedQK):
+            q, k = self.coupling.from_input(x, self.qk)
+        else:
+            q, k = self.coupling(*self.qk(x, source))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
@@ -280,7 +286,7 @@ def _check_shape(
 def _check_collapsed(circuit: str, rope: Rotary | None, scoring: Spec, qk_norm: bool) -> None:
     if circuit.startswith("CA") and rope is not None:
         raise InputError(
-            f"circuit '{circuit}' has one query-key matrix, so there is no query and key to rotate: use rope=False"
+            f"circuit '{circuit}' is one query-key matrix with no query and key to rotate: use rope=False"
         )
     if scoring.name != "softmax":
         raise InputError(f"collapsed circuit '{circuit}' works with softmax scoring, not '{scoring.name}'")

@@ -138,19 +138,22 @@ def _splits_table(described: dict[str, Any]) -> None:
         [split, *(f"{counts[key]:,}" for key in ("documents", "tokens", "bytes")), _ratio(counts)]
         for split, counts in described["splits"].items()
     ]
-    _table([described["name"], "documents", "tokens", "bytes", "tokens per byte"], rows, right=True)
+    _table(["split", "documents", "tokens", "bytes", "tokens per byte"], rows, described["name"], right=True)
 
 
 def _ratio(counts: dict[str, int]) -> str:
     return f"{counts['tokens'] / counts['bytes']:.4f}" if counts["bytes"] else "-"
 
 
-def _table(columns: list[str], rows: list[list[str]], *, right: bool = False) -> None:
+def _table(
+    columns: list[str], rows: list[list[str]], title: str | None = None, *, right: bool = False
+) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table()
+    table = Table(title=escape(title) if title else None)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if right and number else "left")
+        table.add_column(column, justify="right" if right and number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console.out.print(table)

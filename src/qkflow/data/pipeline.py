@@ -105,7 +105,7 @@ class Preparation:
             return None
         try:
             return shards.open_set(folder, thorough=self.thorough)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except DamagedError as damaged:
             if str(damaged) not in self.damage:

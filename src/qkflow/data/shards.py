@@ -22,6 +22,7 @@ import numpy as np
 from qkflow import files
 from qkflow.data import splits
 from qkflow.data.tokenizer import Tokenizer, restore
+from qkflow.data.windows import EvalWindows
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -67,6 +68,18 @@ class TokenSet:
         """UTF-8 bytes that each token stands for."""
         return self._mapped("token_bytes.bin", "<i4")
 
+    def evaluation(self, split: str, length: int, batch: int, limit: int | None = None) -> EvalWindows:
+        """Windows to evaluate on, knowing the bytes they cover.
+
+        The count is exact for byte-level tokenizers, and for all if the whole split is covered; other
+        tokenizers lose some text (case, spaces), which a part of a split is taken to lose at the mean rate.
+        """
+        windows = EvalWindows(self.tokens(split), length, batch, limit, token_bytes=self.token_bytes)
+        counted = self._manifest["counted_bytes"][splits.named(split)]
+        if windows.covered_bytes is not None and counted:
+            windows.covered_bytes = round(windows.covered_bytes * self.bytes(split) / counted)
+        return windows
+
     def describe(self) -> dict[str, Any]:
         """What a result should say about the data it was measured on."""
         kept = ("corpus", "tokenizer", "splits", "fingerprint")
@@ -107,6 +120,10 @@ class SetWriter:
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._folder, self._tokenizer = folder, tokenizer
         self._files: dict[str, BinaryIO] = {}
+        self._token_bytes = tokenizer.token_bytes()
+        self._counted_bytes = dict.fromkeys(
+            splits.SPLITS, 0
+        )  # the text's bytes, as far as its tokens keep them
         self.counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits.SPLITS}
         for split in splits.SPLITS:
             self._file(f"{split}.tokens.bin")
@@ -133,10 +150,11 @@ class SetWriter:
         count["documents"] += len(ends)
         count["tokens"] += len(tokens)
         count["bytes"] += size
+        self._counted_bytes[split] += int(self._token_bytes[tokens].sum())
 
     def finish(self, corpus: dict[str, Any], spec: str) -> None:
         """Write everything else, the manifest last, and make it durable."""
-        self._file("token_bytes.bin").write(self._tokenizer.token_bytes().astype("<i4").tobytes())
+        self._file("token_bytes.bin").write(self._token_bytes.astype("<i4").tobytes())
         self._file("tokenizer.json").write(self._tokenizer.state().encode())
         for file in self._files.values():
             file.flush()
@@ -153,6 +171,7 @@ class SetWriter:
             },
             "dtype": self._tokenizer.dtype.str,
             "splits": self.counts,
+            "counted_bytes": self._counted_bytes,
             "files": entries,
             "fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
         }

@@ -64,7 +64,8 @@ def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
     set might miss a split by chance: if none of the first forty documents is for validation (or for
     training), the one with the lowest (highest) hash is.
     """
-    held: list[tuple[float, Document]] | None = []  # the first undivided documents
+    held: list[tuple[float, Document]] = []  # the first undivided documents
+    forced: dict[float, str] | None = None  # which of them were sent elsewhere than their hash says
     for part, text in parts:
         text, data = _utf8(text)
         if part in SPLITS:
@@ -73,26 +74,28 @@ def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
         place = int.from_bytes(blake2b(data, digest_size=8).digest(), "little") / 2**64
         split = next((split for split, end in SHARES[part] if place < end), "train")
         document = Document(split, text, len(data))
-        if held is None:
-            yield document
+        if forced is not None:
+            yield document._replace(split=forced.get(place, split))
             continue
         held.append((place, document))
         if len(held) == FIRST:
-            yield from _settled(held, name)
-            held = None
-    if held:
-        yield from _settled(held, name)
+            forced = _forced(held, name)
+            yield from _settled(held, forced)
+    if forced is None and held:
+        yield from _settled(held, _forced(held, name))
 
 
-def _settled(held: list[tuple[float, Document]], name: str) -> list[Document]:
-    if len(held) == 1:
+def _settled(held: list[tuple[float, Document]], forced: dict[float, str]) -> Iterator[Document]:
+    return (document._replace(split=forced.get(place, document.split)) for place, document in held)
+
+
+def _forced(held: list[tuple[float, Document]], name: str) -> dict[float, str]:
+    places = {place for place, _ in held}
+    if len(places) == 1:
         raise InputError(f"'{name}' holds a single document: too little to keep some of it for validation")
-    places, documents = [place for place, _ in held], [document for _, document in held]
-    for split, place in (("validation", min(places)), ("train", max(places))):
-        if not any(document.split == split for document in documents):
-            at = places.index(place)
-            documents[at] = documents[at]._replace(split=split)
-    return documents
+    found = {document.split for _, document in held}
+    ends = {"validation": min(places), "train": max(places)}
+    return {place: split for split, place in ends.items() if split not in found}
 
 
 def _utf8(text: str) -> tuple[str, bytes]:

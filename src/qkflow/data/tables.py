@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -11,20 +12,25 @@ from typing import IO
 from qkflow.errors import InputError, unknown
 
 USUAL = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
+MENTIONED = 12  # columns named in an error, at most
 
 
 def choose_column(columns: list[str], texts: list[str], wanted: str | None, where: object) -> str:
     """The column that holds the text: the one asked for, one of the usual names, or the only one of text."""
-    if wanted is not None:
-        if wanted not in columns:
-            raise unknown(f"column of {where}", wanted, columns)
+    if wanted in columns:
         return wanted
+    if wanted is not None:
+        near = difflib.get_close_matches(wanted, columns, n=MENTIONED) or columns
+        raise unknown(f"column of {where}", wanted, near[:MENTIONED])
     if not texts:
-        raise InputError(f"{where} has no column of text, only {', '.join(columns) or 'empty rows'}")
+        raise InputError(
+            f"{where} has no column of text, only {', '.join(columns[:MENTIONED]) or 'empty rows'}"
+        )
     usual = [name for name in USUAL if name in texts]
     if not usual and len(texts) > 1:
         raise InputError(
-            f"{where} has the columns {', '.join(texts)}: say which holds the text, as in {where}#{texts[0]}"
+            f"{where} has the columns {', '.join(texts[:MENTIONED])}: "
+            f"say which holds the text, as in {where}#{texts[0]}"
         )
     return (usual or texts)[0]
 

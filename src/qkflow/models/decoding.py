@@ -10,6 +10,7 @@ Coupling, scoring and cache are the model's own.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +22,21 @@ from qkflow.attention.circuits import FactorisedOV, FactorisedQK
 from qkflow.attention.masks import Mask
 from qkflow.attention.rotary import Rotation, rotate_reference
 from qkflow.models.decoder import Block, Decoder
+from qkflow.timescale.cache import SlowCache
 
 
 class TokenByToken:
     """Decodes a single sequence from caches that the model has filled."""
 
-    def __init__(self, model: Decoder, caches: list[KVCache]) -> None:
+    def __init__(self, model: Decoder, caches: Sequence[KVCache | SlowCache]) -> None:
         assert self.suits(model)
-        self.model, self.caches = model, caches
+        self.model = model
+        self.caches = [cache for cache in caches if isinstance(cache, KVCache)]
         self.layers = [_Layer.of(block, model.config.norm_eps) for block in model.blocks]  # type: ignore[arg-type]
         self.eps = model.config.norm_eps
         self.output = _for_products(model.output_weight)
         first: Attention = model.blocks[0].attention  # type: ignore[assignment]
-        capacity = caches[0].capacity
+        capacity = self.caches[0].capacity
         self.rotations = first.rotation_for(
             model.embedding.weight.expand(capacity, -1, -1).transpose(0, 1)[:1]
         )
@@ -44,11 +47,15 @@ class TokenByToken:
         weight = model.embedding.weight
         plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
         blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
-        return plain and all(
-            isinstance(block.attention.qk, FactorisedQK)
-            and isinstance(block.attention.ov, FactorisedOV)
-            and block.attention.qk.q.bias is None
-            for block in blocks
+        return (
+            plain
+            and model.slow is None
+            and all(
+                isinstance(block.attention.qk, FactorisedQK)
+                and isinstance(block.attention.ov, FactorisedOV)
+                and block.attention.qk.q.bias is None
+                for block in blocks
+            )
         )
 
     def logits(self, token: int) -> Tensor:

@@ -4,6 +4,6 @@ To add one, copy `drift.py`, change the mathematics and the name: the registry f
 contract suite, the command line, the comparison, the benchmark and the report take it from there.
 """
 
-from qkflow.attention.couplings.base import Coupling, build, check, get, names
+from qkflow.attention.couplings.base import Coupling, build, check, get, names, options
 
-__all__ = ["Coupling", "build", "check", "get", "names"]
+__all__ = ["Coupling", "build", "check", "get", "names", "options"]

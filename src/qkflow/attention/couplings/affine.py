@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.couplings.base import (
@@ -14,6 +17,7 @@ from qkflow.attention.couplings.base import (
     register,
     repeat_keys,
 )
+from qkflow.attention.couplings.fused import enter, scale_and_shift
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
 
@@ -70,7 +74,19 @@ class Affine(Coupling):
         return self._split(self.from_key(repeat_keys(k, self.heads.group)))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self.reference(q, k)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            to_key, to_query = self._conditioners()
+        else:
+            to_key, to_query = self._remembered(self._conditioners, self.from_query, self.from_key)
+        for _ in range(self.steps):
+            k = to_key(q, k, self.bound)
+            q = to_query(k, q, self.bound)
+        return q, k
+
+    def _conditioners(self) -> tuple[_Conditioner, _Conditioner]:
+        group = self.heads.group
+        to_key = _Conditioner.of(self.from_query, self.heads.queries, group, 1 / group)
+        return to_key, _Conditioner.of(self.from_key, self.heads.keys, 1, 1.0)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
@@ -92,5 +108,41 @@ class Affine(Coupling):
         return self.from_query.count() + self.from_key.count()
 
     def extra_flops(self) -> int:
-        per_head = 2 * self.from_query.hidden * 3 * self.heads.size
+        hidden = self.from_query.hidden
+        spoken = hidden + (self.from_query.b2 is not None)
+        per_head = 2 * self.heads.size * (hidden + 2 * spoken)
         return 2 * self.steps * self.heads.queries * per_head
+
+
+@dataclass(frozen=True)
+class _Conditioner:
+    """One half of the coupling in the low-rank form: silu(W1·source + b1), then s and t of the target."""
+
+    w1: Tensor  # (source heads, …, D)
+    b1: Tensor | None
+    scale: Tensor  # (target heads, ρ, D)
+    shift: Tensor
+
+    @classmethod
+    def of(cls, network: HeadNetworks, sources: int, group: int, share: float) -> _Conditioner:
+        """`group` networks join to speak to one target, each with its `share` of the word."""
+        w1 = network.per_head(network.w1)
+        rows = network.per_head(network.w2).transpose(1, 2)
+        b1 = None
+        if network.b1 is not None and network.b2 is not None:
+            b1 = network.per_head(network.b1).unsqueeze(-1)
+            rows = torch.cat((rows, network.per_head(network.b2).unsqueeze(1)), dim=1)
+        joined = share * rows.reshape(len(rows) // group, -1, rows.shape[-1])
+        scale, shift = joined.chunk(2, dim=-1)
+        return cls(w1.reshape(sources, -1, w1.shape[-1]), b1, scale, shift)
+
+    def __call__(self, source: Tensor, target: Tensor, bound: float) -> Tensor:
+        u = enter(source, self.w1)
+        if self.b1 is None:
+            latent = F.silu(u)
+        else:  # a latent that is always one carries b2
+            latent = F.silu(u.reshape(len(self.b1), -1, u.shape[-1]) + self.b1)
+            latent = torch.cat((latent, torch.ones_like(latent[:, :1])), dim=1)
+        return scale_and_shift(
+            target, latent.reshape(len(self.scale), -1, u.shape[-1]), self.scale, self.shift, bound
+        )

@@ -7,16 +7,19 @@ Grouped heads: every query of a group takes the group's key, the key takes the g
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.heads import Heads
 from qkflow.attention.registry import Registry, Spec
 from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError
 
+Made = TypeVar("Made")
 Where = dict[str, Any]  # device and dtype, as every torch factory takes them
 
 
@@ -46,6 +49,23 @@ class Coupling(nn.Module):
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The (q, k) that forward maps to these."""
         raise InputError(f"coupling '{self.name}' has no inverse")
+
+    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        """Project tokens x (B, T, width) and couple them; overridden where the two together are cheaper."""
+        out: tuple[Tensor, Tensor] = self(*qk(x, x))
+        return out
+
+    def _remembered(self, make: Callable[[], Made], *sources: nn.Module) -> Made:
+        """What `make` gives, made anew only when a parameter of `sources` changed; without gradients."""
+        owned = (t for m in sources for t in (*m._parameters.values(), *m._buffers.values()))
+        tensors = [tensor for tensor in owned if tensor is not None]
+        state = [(id(t), t._version, t.data_ptr()) for t in tensors]
+        kept: tuple[list[tuple[int, int, int]], list[Tensor], Made] | None = self.__dict__.get("_kept")
+        if kept is None or kept[0] != state:
+            # the tensors are held too, so that none of their ids is given to another
+            kept = (state, tensors, make())
+            self.__dict__["_kept"] = kept  # beside the module's state: never saved
+        return kept[2]
 
     @property
     def symplectic(self) -> bool:
@@ -85,7 +105,7 @@ class StepSize(nn.Module):
         else:
             self.register_buffer("value", value)
 
-    def forward(self) -> Tensor:
+    def per_head(self) -> Tensor:
         """Δ of every query head (H,)."""
         return self.value.expand(self.heads)
 

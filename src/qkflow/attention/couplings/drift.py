@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.couplings.base import (
     Coupling,
     StepSize,
@@ -50,19 +52,26 @@ class Drift(Coupling):
         return self.heads.group == 1  # a shear
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return add_drift(q, k, self.steps * self.step()), k
+        return add_drift(q, k, self.steps * self.step.per_head()), k
+
+    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        if x.shape[0] * x.shape[1] < qk.q.out_features:
+            return super().from_input(x, qk)  # too few tokens to pay for a sum of weights
+        weight, bias = qk.drifted(self.steps * self.step.per_head())
+        q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
+        return q, qk.keys(x)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        delta = self.step()[:, None]
+        delta = self.step.per_head()[:, None]
         for _ in range(self.steps):
             q = q + delta * repeat_keys(k, self.heads.group)
         return q, k
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return add_drift(q, k, -self.steps * self.step()), k
+        return add_drift(q, k, -self.steps * self.step.per_head()), k
 
     def extra_parameters(self) -> int:
         return self.step.count()
 
     def fold(self) -> Tensor:
-        return self.steps * self.step().detach()
+        return self.steps * self.step.per_head().detach()

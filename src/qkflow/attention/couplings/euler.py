@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.couplings.base import (
-    Coupling,
     HeadNetworks,
     StepSize,
     Where,
@@ -15,12 +13,12 @@ from qkflow.attention.couplings.base import (
     register,
     repeat_keys,
 )
-from qkflow.attention.couplings.latent import Force, evolve
+from qkflow.attention.couplings.latent import Force, LatentCoupling, trajectory_flops
 from qkflow.attention.heads import Heads
 
 
 @register
-class Euler(Coupling):
+class Euler(LatentCoupling):
     """q ← q + Δ·k ; k ← k + Δ·f(q), both from the old values, n times.
 
     f(q) = W2·silu(W1·q + b1) + b2, a network a head; Δ is learned.
@@ -30,6 +28,7 @@ class Euler(Coupling):
     equation = "q ← q + Δ·k ; k ← k + Δ·f(q)"
     citation = "Gahtan & Bronstein 2026, arXiv 2604.01683"
     good_for = "the paper's simplest coupling; one step suffices there"
+    scheme = "euler"
 
     def __init__(
         self,
@@ -48,15 +47,15 @@ class Euler(Coupling):
         self.steps = check_steps(steps)
         self.folded = False
         self.step = StepSize(heads.queries, step, learn_step, step_per, where)
-        self.network = HeadNetworks(heads.queries, heads.size, hidden, where, shared=shared, bias=bias)
-
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return evolve(
-            q, k, network_force(self.network), self.step(), self.steps, "euler", self.heads, self.folded
+        self.network: HeadNetworks = HeadNetworks(
+            heads.queries, heads.size, hidden, where, shared=shared, bias=bias
         )
 
+    def force(self) -> Force:
+        return network_force(self.network)
+
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        group, delta = self.heads.group, self.step()[:, None]
+        group, delta = self.heads.group, self.step.per_head()[:, None]
         if self.folded:
             q = q - self.steps * delta * repeat_keys(k, group)
         for _ in range(self.steps):
@@ -67,27 +66,17 @@ class Euler(Coupling):
         return self.network.count() + self.step.count()
 
     def extra_flops(self) -> int:
-        return trajectory_flops(self.heads, self.network.hidden, self.steps, "euler", self.folded)
+        return trajectory_flops(self.heads, self.network.hidden, self.steps, "euler")
 
     def fold(self) -> Tensor | None:
         if self.folded:
             return None
         self.folded = True
-        return self.steps * self.step().detach()
+        self.__dict__.pop("_kept", None)
+        return self.steps * self.step.per_head().detach()
 
 
 def network_force(network: HeadNetworks) -> Force:
     b1 = None if network.b1 is None else network.per_head(network.b1)
     b2 = None if network.b2 is None else network.per_head(network.b2)
-    return Force(network.per_head(network.w1), network.per_head(network.w2), b1, b2, F.silu)
-
-
-def trajectory_flops(heads: Heads, hidden: int, steps: int, scheme: str, folded: bool) -> int:
-    """Products per token of the exact cheap form: entries, steps, exits."""
-    latent = heads.group * hidden  # of one key head
-    thin = 2 * heads.keys * latent * heads.size  # one D-to-latent product over all heads
-    euler = scheme == "euler"
-    entry = thin * (1 if euler and steps == 1 and not folded else 2)
-    mixes = max(steps - 2, 0) if euler else steps
-    out_q = 0 if euler and steps == 1 else heads.group * thin
-    return entry + mixes * 2 * heads.keys * latent * latent + thin + out_q
+    return Force(network.per_head(network.w1), network.per_head(network.w2), b1, b2, "silu")

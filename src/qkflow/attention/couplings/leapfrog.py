@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention.couplings.base import (
-    Coupling,
     HeadNetworks,
     StepSize,
     Where,
@@ -15,15 +14,15 @@ from qkflow.attention.couplings.base import (
     register,
     repeat_keys,
 )
-from qkflow.attention.couplings.euler import network_force, trajectory_flops
-from qkflow.attention.couplings.latent import Force, evolve
+from qkflow.attention.couplings.euler import network_force
+from qkflow.attention.couplings.latent import Force, LatentCoupling, trajectory_flops
 from qkflow.attention.heads import Heads
 from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError
 
 
 @register
-class Leapfrog(Coupling):
+class Leapfrog(LatentCoupling):
     """k½ = k + (Δ/2)·f(q) ; q ← q + Δ·k½ ; k ← k½ + (Δ/2)·f(q), n times.
 
     With `conservative`, f = −∇V for V(q) = Σ wᵢ·softplus(W1·q + b1)ᵢ: the map is then symplectic
@@ -37,6 +36,7 @@ class Leapfrog(Coupling):
         "an invertible, volume-preserving coupling; conservative=true when energy should mean something"
     )
     invertible = True
+    scheme = "leapfrog"
 
     def __init__(
         self,
@@ -68,24 +68,21 @@ class Leapfrog(Coupling):
         # grouped queries share one key, so they are not pairs of a phase space
         return self.conservative and self.heads.group == 1
 
-    def _force(self) -> Force:
+    def force(self) -> Force:
         if isinstance(self.network, HeadPotentials):
             return self.network.as_force()
         return network_force(self.network)
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return evolve(q, k, self._force(), self.step(), self.steps, "leapfrog", self.heads, self.folded)
-
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.folded:
-            q = q - self.steps * self.step()[:, None] * repeat_keys(k, self.heads.group)
-        return self._integrate(q, k, self.step())
+            q = q - self.steps * self.step.per_head()[:, None] * repeat_keys(k, self.heads.group)
+        return self._integrate(q, k, self.step.per_head())
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Time runs backwards: the scheme is symmetric, so −Δ undoes Δ exactly."""
-        q, k = self._integrate(q, k, -self.step())
+        q, k = self._integrate(q, k, -self.step.per_head())
         if self.folded:
-            q = q + self.steps * self.step()[:, None] * repeat_keys(k, self.heads.group)
+            q = q + self.steps * self.step.per_head()[:, None] * repeat_keys(k, self.heads.group)
         return q, k
 
     def _integrate(self, q: Tensor, k: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,13 +103,14 @@ class Leapfrog(Coupling):
         return self.network.count() + self.step.count()
 
     def extra_flops(self) -> int:
-        return trajectory_flops(self.heads, self.network.hidden, self.steps, "leapfrog", self.folded)
+        return trajectory_flops(self.heads, self.network.hidden, self.steps, "leapfrog")
 
     def fold(self) -> Tensor | None:
         if self.folded:
             return None
         self.folded = True
-        return self.steps * self.step().detach()
+        self.__dict__.pop("_kept", None)
+        return self.steps * self.step.per_head().detach()
 
 
 class HeadPotentials(nn.Module):
@@ -147,7 +145,7 @@ class HeadPotentials(nn.Module):
         w1 = self.w1.expand(self.heads, -1, -1)
         w2 = -(self.weight.unsqueeze(-1) * self.w1).transpose(1, 2).expand(self.heads, -1, -1)
         b1 = None if self.b1 is None else self.b1.expand(self.heads, -1)
-        return Force(w1, w2, b1, None, torch.sigmoid)
+        return Force(w1, w2, b1, None, "sigmoid")
 
     def count(self) -> int:
         count, hidden, size = self.w1.shape

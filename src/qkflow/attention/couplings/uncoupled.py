@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.couplings.base import Coupling, HeadNetworks, StepSize, Where, check_steps, register
+from qkflow.attention.couplings.fused import add_low_rank, enter
 from qkflow.attention.heads import Heads
 
 
@@ -45,17 +46,17 @@ class Uncoupled(Coupling):
 
     def _key_step(self) -> Tensor:
         """Δ of each key head: its group's mean."""
-        return self.step().view(self.heads.keys, self.heads.group).mean(dim=1)
+        return self.step.per_head().view(self.heads.keys, self.heads.group).mean(dim=1)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (
-            _flow(q, self.query_network, self.step(), self.steps),
+            _flow(q, self.query_network, self.step.per_head(), self.steps),
             _flow(k, self.key_network, self._key_step(), self.steps),
         )
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
-            q = q + self.step()[:, None] * self.query_network(q)
+            q = q + self.step.per_head()[:, None] * self.query_network(q)
             k = k + self._key_step()[:, None] * self.key_network(k)
         return q, k
 
@@ -70,21 +71,18 @@ class Uncoupled(Coupling):
 
 def _flow(x: Tensor, network: HeadNetworks, delta: Tensor, steps: int) -> Tensor:
     """x ← x + Δ·f(x), n times, in the r dimensions that f sees (the idea of `latent`)."""
-    batch, length = x.shape[:2]
-    w1, w2 = network.per_head(network.w1), network.per_head(network.w2) * delta[:, None, None]
-    heads = x.flatten(0, 1).transpose(0, 1)  # (H, N, D)
-    u = torch.bmm(w1, heads.transpose(1, 2))
+    w1 = network.per_head(network.w1)
+    rows = network.per_head(network.w2).transpose(1, 2) * delta[:, None, None]  # Δ·W2ᵀ
+    u = enter(x, w1)
     if network.b1 is not None:
         u = u + network.per_head(network.b1).unsqueeze(-1)
     sums = F.silu(u)
     bias = None if network.b2 is None else network.per_head(network.b2) * delta[:, None]
-    mix = w1 @ w2 if steps > 1 else None
+    mix = w1 @ rows.transpose(1, 2)
     for step in range(1, steps):
-        assert mix is not None
         now = torch.baddbmm(u, mix, sums)
         if bias is not None:
             now = now + step * (w1 @ bias.unsqueeze(-1))
         sums = sums + F.silu(now)
-    out = torch.baddbmm(heads, sums.transpose(1, 2), w2.transpose(1, 2))
-    out = out.transpose(0, 1).unflatten(0, (batch, length))
+    out = add_low_rank(x, sums, rows)
     return out if bias is None else out + steps * bias
