@@ -66,7 +66,7 @@ def probe(
         ids = _held_out(model, str(data), windows, length)
     layers = attention.probe(decoder, ids.to(decoder.embedding.weight.device), keep_weights=out is not None)
     if draw is not None and out is not None:
-        labels = [tokenizer.decode([token]) or "⏹" for token in ids[0].tolist()]
+        labels = [tokenizer.decode([token]) or maps.END for token in ids[0].tolist()]
         draw(out, layers, labels)
     if json:
         drawn = None if out is None else str(out)

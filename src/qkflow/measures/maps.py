@@ -17,6 +17,7 @@ from qkflow.errors import InputError
 from qkflow.measures.attention import MEASURES, LayerProbe
 
 Drawing = Callable[[Path, list[LayerProbe], list[str]], None]
+END = "[end]"  # the label of an end-of-document token
 GAP = 4  # pixels between the maps of an image
 
 
@@ -29,7 +30,7 @@ def drawing(path: Path) -> Drawing:
 
 
 def write_png(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
-    """A grid of maps, a row a layer and a column a head, each scaled to its own largest weight."""
+    """A grid of maps, a row a layer and a column a head, by the roots of the weights."""
     maps = [_levels(layer) for layer in layers]
     side = maps[0].shape[-1]
     zoom = max(1, 192 // side)
@@ -82,16 +83,19 @@ def write_html(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
     }
     # "</" would end the script, whatever the text under study says
     content = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
-    title = escape("Attention: " + "".join(labels)[:80])
+    title = escape("Attention: " + "".join(label for label in labels if label != END)[:80])
     page = Path(__file__).with_name("maps.html").read_text("utf-8")
     files.write_atomic(path, page.replace("{{title}}", title).replace("{{data}}", content))
 
 
 def _levels(layer: LayerProbe) -> np.ndarray:
-    """Weights (heads, T, T) as bytes, 255 the largest of a head; of negative ones the size."""
+    """Roots of the weights' sizes (heads, T, T) as bytes, 255 the largest of a head.
+
+    Roots, because the first rows have few keys to share the weight among, and would outshine all others.
+    """
     assert layer.weights is not None
     weights = layer.weights.abs().numpy()
-    return np.round(255 * weights / np.maximum(_top(layer), 1e-12)[:, None, None]).astype(np.uint8)
+    return np.round(255 * np.sqrt(weights / np.maximum(_top(layer), 1e-12)[:, None, None])).astype(np.uint8)
 
 
 def _top(layer: LayerProbe) -> np.ndarray:
