@@ -91,7 +91,6 @@ def open_shape(name: str) -> nn.Module:
         return Decoder(preset(name), device="meta")
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    import qkflow.hub  # registers our architecture
     from qkflow.hub.folders import is_run
     from qkflow.training.model_folder import load_model
 

@@ -63,7 +63,11 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         hf.DistilBertConfig,
         {"vocab_size": 96, "dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 96},
     ),
-    "modernbert": (hf.ModernBertForMaskedLM, hf.ModernBertConfig, {**SMALL, "cls_token_id": 1, "sep_token_id": 2}),
+    "modernbert": (
+        hf.ModernBertForMaskedLM,
+        hf.ModernBertConfig,
+        {**SMALL, "cls_token_id": 1, "sep_token_id": 2},
+    ),
     "t5_encoder": (
         hf.T5EncoderModel,
         hf.T5Config,
