@@ -113,7 +113,7 @@ def main(
 ) -> None:
     """Compare attached couplings with the unattached model; both tables are ratios.
 
-    On a machine that others use, `--clock cpu` counts the time this process computes and not the time it waits.
+    On a machine that others use, `--clock cpu` counts the time this process computes, not the time it waits.
     """
     logging.set_verbosity_error()
     torch.set_num_threads(threads)

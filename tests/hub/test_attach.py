@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from families import BIDIRECTIONAL, FAMILIES, disturb, output, tiny, token_ids
 from torch import nn
 
+from families import BIDIRECTIONAL, FAMILIES, disturb, output, tiny, token_ids
 from qkflow import hub
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
@@ -230,7 +230,7 @@ def test_quantised_projections_are_called_as_they_are() -> None:
     assert torch.equal(output(model, token_ids()), before)
     hub.detach(model)
     hub.attach(model, "drift")
-    with pytest.raises(InputError, match="cannot be changed in place.*undo the quantisation"):
+    with pytest.raises(InputError, match=r"cannot be changed in place.*undo the quantisation"):
         hub.merge(model)
 
 
@@ -246,11 +246,11 @@ class Opaque(nn.Module):
 
 
 def test_what_cannot_be_coupled_is_refused_with_what_was_found() -> None:
-    with pytest.raises(InputError, match="encoder_attn.*cross-attention.*get_encoder"):
+    with pytest.raises(InputError, match=r"encoder_attn.*cross-attention.*get_encoder"):
         hub.attach(tiny_bart())
     hub.attach(tiny_bart().get_encoder())
     mamba = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1))
-    with pytest.raises(InputError, match="no self-attention.*found in MambaForCausalLM.*q_proj/k_proj"):
+    with pytest.raises(InputError, match=r"no self-attention.*found in MambaForCausalLM.*q_proj/k_proj"):
         hub.attach(mamba)
     codegen = hf.CodeGenForCausalLM(
         hf.CodeGenConfig(
@@ -261,11 +261,11 @@ def test_what_cannot_be_coupled_is_refused_with_what_was_found() -> None:
         hub.attach(codegen)
     opaque = tiny("llama")
     opaque.model.layers[0].self_attn.q_proj = Opaque(opaque.model.layers[0].self_attn.q_proj)
-    with pytest.raises(InputError, match="q_proj' is a Opaque, whose number of outputs cannot be read"):
+    with pytest.raises(InputError, match=r"q_proj' is a Opaque, whose number of outputs cannot be read"):
         hub.attach(opaque)
     gated = tiny("llama")
     gated.model.layers[0].self_attn.q_proj = nn.Linear(64, 128)
-    with pytest.raises(InputError, match="q_proj gives 128 columns.*not supported"):
+    with pytest.raises(InputError, match=r"q_proj gives 128 columns.*not supported"):
         hub.attach(gated)
 
 
@@ -283,26 +283,26 @@ def tiny_bart() -> hf.BartModel:
 
 def test_bad_input_is_said_plainly() -> None:
     model = hub.attach(tiny("llama"), "affine")
-    with pytest.raises(InputError, match="already has the coupling 'affine': detach"):
+    with pytest.raises(InputError, match=r"already has the coupling 'affine': detach"):
         hub.attach(model, "drift")
-    with pytest.raises(InputError, match="'affine', which is not linear.*only 'drift' merges"):
+    with pytest.raises(InputError, match=r"'affine', which is not linear.*only 'drift' merges"):
         hub.merge(model)
-    with pytest.raises(InputError, match="nothing to merge"):
+    with pytest.raises(InputError, match=r"nothing to merge"):
         hub.merge(tiny("llama"))
-    with pytest.raises(InputError, match="no attention layer 2: the model has 2"):
+    with pytest.raises(InputError, match=r"no attention layer 2: the model has 2"):
         hub.attach(tiny("llama"), layers=[2])
-    with pytest.raises(InputError, match="layers is empty"):
+    with pytest.raises(InputError, match=r"layers is empty"):
         hub.attach(tiny("llama"), layers=[])
-    with pytest.raises(InputError, match="unknown coupling 'afine': did you mean 'affine'"):
+    with pytest.raises(InputError, match=r"unknown coupling 'afine': did you mean 'affine'"):
         hub.attach(tiny("llama"), "afine")
-    with pytest.raises(InputError, match="unknown option of coupling 'drift'"):
+    with pytest.raises(InputError, match=r"unknown option of coupling 'drift'"):
         hub.attach(tiny("llama"), "drift", hidden=3)
 
 
 def test_a_failed_attachment_changes_nothing() -> None:
     model = hub.attach(tiny("llama"), "drift", layers=[1])
     names = set(model.state_dict())
-    with pytest.raises(InputError, match="layers.1.*already"):
+    with pytest.raises(InputError, match=r"layers.1.*already"):
         hub.attach(model, "affine")
     assert set(model.state_dict()) == names
 
@@ -322,9 +322,9 @@ def test_a_layer_that_takes_its_keys_from_elsewhere_is_noticed_when_it_runs() ->
 
     model = hub.attach(nn.Sequential(Crossing()), "drift")
     x = torch.randn(1, 3, 16)
-    with pytest.raises(InputError, match="different tensors, as cross-attention does"):
+    with pytest.raises(InputError, match=r"different tensors, as cross-attention does"):
         model[0](x, x.clone())
-    with pytest.raises(InputError, match="without its own key"):
+    with pytest.raises(InputError, match=r"without its own key"):
         model[0](x)
 
 
@@ -332,5 +332,5 @@ def test_a_forward_replaced_on_the_layer_is_refused() -> None:
     model = tiny("llama")
     layer = model.model.layers[0].self_attn
     layer.forward = layer.forward
-    with pytest.raises(InputError, match="forward of .* has been replaced"):
+    with pytest.raises(InputError, match=r"forward of .* has been replaced"):
         hub.attach(model)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import disturb, output, tiny, token_ids
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from families import disturb, output, tiny, token_ids
 from qkflow import hub
 from qkflow.errors import InputError
 
@@ -70,5 +70,5 @@ def test_freezing_leaves_adapters_training() -> None:
 
 def test_a_drift_does_not_merge_under_lora() -> None:
     model = hub.attach(with_lora(tiny("llama")), "drift")
-    with pytest.raises(InputError, match="merge LoRA adapters"):
+    with pytest.raises(InputError, match=r"merge LoRA adapters"):
         hub.merge(model)

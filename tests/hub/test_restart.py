@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, FUSED, output, tiny, token_ids
 
+from families import FAMILIES, FUSED, output, tiny, token_ids
 from qkflow import hub
 from qkflow.anatomy import outputs_first, self_attentions
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
@@ -91,5 +91,5 @@ def test_a_padding_embedding_stays_zero() -> None:
 
 
 def test_unknown_starts_are_refused() -> None:
-    with pytest.raises(InputError, match="unknown start 'gtp2'"):
+    with pytest.raises(InputError, match=r"unknown start 'gtp2'"):
         hub.restart(tiny("llama"), "gtp2")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qkflow.errors import InputError
 from qkflow.hub.folders import open_model
+
+TASK_FILES = (".yaml", ".yml")
 
 
 def evaluate(
@@ -40,9 +43,7 @@ def evaluate(
         model, tokenizer = open_model(model, coupling=coupling)
     elif tokenizer is None:
         raise InputError("a model in memory needs its tokenizer: evaluate(model, tasks, tokenizer=…)")
-    manager = harness.TaskManager(include_path=None if include is None else str(include))
-    known = set(manager.all_tasks)
-    names = [task if task in known else _task_file(task) for task in tasks]
+    manager, names = _find_tasks(harness, tasks, include)
     wrapped = harness.HFLM(pretrained=model.to(device), tokenizer=tokenizer, batch_size=batch)
     found = harness.simple_evaluate(
         model=wrapped,
@@ -62,18 +63,29 @@ def evaluate(
 
 def _harness() -> Any:
     try:
-        import lm_eval
+        from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise InputError(f"tasks need the evaluation harness ({error}): pip install 'qkflow[eval]'") from None
-    lm_eval.HFLM, lm_eval.TaskManager = HFLM, TaskManager
-    return lm_eval
+    return SimpleNamespace(simple_evaluate=simple_evaluate, HFLM=HFLM, TaskManager=TaskManager)
+
+
+def _find_tasks(harness: Any, tasks: Sequence[str], include: str | Path | None) -> tuple[Any, list[str]]:
+    """A task manager that knows all of `tasks`, and what it calls them."""
+    folder = None if include is None else str(include)
+    # the harness comes with thousands of tasks, so they are read only if one is not among our own
+    for with_defaults in (False, True):
+        manager = harness.TaskManager(include_path=folder, include_defaults=with_defaults)
+        known = set(manager.all_tasks)
+        if all(task in known or Path(task).suffix in TASK_FILES for task in tasks):
+            break
+    return manager, [task if task in known else _task_file(task) for task in tasks]
 
 
 def _task_file(task: str) -> str:
     path = Path(task)
-    if path.suffix not in (".yaml", ".yml"):
+    if path.suffix not in TASK_FILES:
         raise InputError(
             f"the harness knows no task '{task}': `lm-eval ls tasks` lists them; a task of your own is a "
             "YAML file, given by its path or found in the folder that `include` names"
