@@ -74,10 +74,10 @@ class Affine(Coupling):
         return self._split(self.from_key(repeat_keys(k, self.heads.group)))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            to_key, to_query = self._conditioners()
-        else:
+        if self._at_rest():
             to_key, to_query = self._remembered(self._conditioners, self.from_query, self.from_key)
+        else:
+            to_key, to_query = self._conditioners()
         for _ in range(self.steps):
             k = to_key(q, k, self.bound)
             q = to_query(k, q, self.bound)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,23 @@ class Coupling(nn.Module):
         out: tuple[Tensor, Tensor] = self(*qk(x, x))
         return out
 
+    def _at_rest(self) -> bool:
+        """Whether products of weights may be kept: in inference, where nothing is being trained.
+
+        PyTorch's fused optimizers change parameters without a trace, so whatever may belong to training
+        (a pass with gradients, a change between train and eval mode) forgets what was kept.
+        """
+        if torch.is_grad_enabled() or self.training:
+            self.__dict__.pop("_kept", None)
+            return False
+        return not torch.compiler.is_compiling()
+
+    def train(self, mode: bool = True) -> Self:
+        self.__dict__.pop("_kept", None)
+        return super().train(mode)
+
     def _remembered(self, make: Callable[[], Made], *sources: nn.Module) -> Made:
-        """What `make` gives, made anew only when a parameter of `sources` changed; without gradients."""
+        """What `make` gives, made anew only when a parameter of `sources` changed; `_at_rest` alone."""
         owned = (t for m in sources for t in (*m._parameters.values(), *m._buffers.values()))
         tensors = [tensor for tensor in owned if tensor is not None]
         state = [(id(t), t._version, t.data_ptr()) for t in tensors]

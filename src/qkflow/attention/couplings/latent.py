@@ -83,7 +83,7 @@ class LatentCoupling(Coupling):
         q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
         k, and neither is kept for the backward pass. In training that pays while one latent is needed.
         """
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self._at_rest():
             return self._infer(x, qk)
         few = x.shape[0] * x.shape[1] < qk.q.out_features
         if self.folded or self._needs_key_latent() or few:
