@@ -96,6 +96,20 @@ def test_a_parameter_without_a_gradient_stays():
     assert not torch.equal(moving, torch.ones(2, 2))
 
 
+def test_what_is_kept_of_the_weights_is_made_anew_after_a_step():
+    model = small_model(attention={"coupling": "leapfrog:n=2"}).eval()
+    optimizer = AdamW(parameter_groups(model, 0.1))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        model(ids)  # may keep products of its weights
+    model(ids).sum().backward()
+    optimizer.step()
+    fresh = small_model(attention={"coupling": "leapfrog:n=2"}).eval()
+    fresh.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(ids), fresh(ids))
+
+
 @pytest.mark.parametrize("limit", [0.0, 1.0, 100.0])
 def test_clipping_equals_pytorchs(limit):
     ours = [nn.Parameter(torch.randn(3, 4)) for _ in range(3)]
