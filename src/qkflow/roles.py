@@ -1,17 +1,19 @@
 """Every parameter has a role, given by the module that owns it.
 
 A module declares `roles = {"name": "role"}` for its own parameters or for whole children; the
-declaration nearest to the parameter wins. Roles live on modules, not on tensors, so they survive
-`deepcopy`, sharding and every other way a parameter object gets replaced.
+declaration nearest to the parameter wins. A module that stands for one thing as a whole `claims` its children
+instead, over whatever roles they declare. Roles live on modules, not on tensors, so they survive `deepcopy`,
+sharding and every other way a parameter object gets replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from torch import nn
 
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
 
 ROLES = (
     "q",  # query projection
@@ -49,9 +51,23 @@ def has_roles(model: nn.Module) -> bool:
     return all(_role(model, name) is not None for name, _ in model.named_parameters())
 
 
+def freeze(model: nn.Module, roles: Iterable[str]) -> None:
+    """Stop the parameters of these roles from learning."""
+    found = parameter_roles(model)
+    for role in roles:
+        if role not in found.values():
+            raise unknown("role to freeze in this model", role, set(found.values()))
+        for name, parameter in model.named_parameters():
+            if found[name] == role:
+                parameter.requires_grad_(False)
+
+
 def _role(model: nn.Module, name: str) -> str | None:
-    for owner, rest in reversed(list(_owners(model, name))):
-        declared: dict[str, str] = getattr(owner, "roles", None) or {}
+    owners = list(_owners(model, name))
+    claims = ((owner, rest, "claims") for owner, rest in owners)
+    roles = ((owner, rest, "roles") for owner, rest in reversed(owners))
+    for owner, rest, kind in chain(claims, roles):
+        declared: dict[str, str] = getattr(owner, kind, None) or {}
         for depth in range(len(rest), 0, -1):
             role = declared.get(".".join(rest[:depth]))
             if role is not None:

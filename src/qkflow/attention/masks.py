@@ -45,7 +45,8 @@ def build_mask(
             raise InputError(f"{name} covers {given.shape[-1]} tokens, but there are {keys}")
     plain = padding is None and documents is None
     if plain and window is None and (not causal or queries == keys):
-        return Mask(causal=causal and queries > 1)
+        # a branch, not a value: a compiler that holds the length as a symbol then settles it
+        return Mask(causal=True) if causal and queries > 1 else Mask()
     if plain and queries == 1 and (window is None or window >= keys):
         return Mask()  # a single newest query sees everything kept
     q_index = torch.arange(keys - queries, keys, device=device)[:, None]

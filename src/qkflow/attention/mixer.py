@@ -13,7 +13,7 @@ from qkflow.attention.circuits import FactorisedQK, build_circuits, circuit_head
 from qkflow.attention.heads import Heads
 from qkflow.attention.masks import Mask, build_mask, document_positions
 from qkflow.attention.registry import Spec
-from qkflow.attention.rotary import Rotary, Rotation, rotate
+from qkflow.attention.rotary import Rotary, Rotation, check_size, rotate
 from qkflow.attention.starts import Draw, Start, initialise
 from qkflow.errors import InputError
 
@@ -72,6 +72,8 @@ class Attention(nn.Module):
         _check_shape(width, heads, kv_heads, head_size, window, dropout)
         head_size = head_size or width // heads
         rope = Rotary.of(rope)
+        if rope is not None:
+            check_size(head_size)
         if circuit != "FAFO":
             _check_collapsed(circuit, rope, scorings.check(scoring), qk_norm)
         self.width, self.causal, self.window, self.dropout = width, causal, window, dropout

@@ -13,8 +13,6 @@ from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-import yaml
-
 from qkflow.errors import InputError, unknown
 
 Part = TypeVar("Part")
@@ -37,7 +35,7 @@ class Spec:
             key, equals, value = pair.partition("=")
             if not equals or not key or not value:
                 raise InputError(f"'{text}': write options as name:option=value, e.g. leapfrog:n=7")
-            options[key] = yaml.safe_load(value)
+            options[key] = _value(value)
         return cls(name, options)
 
     def __str__(self) -> str:
@@ -45,8 +43,30 @@ class Spec:
         return ":".join([self.name, *pairs])
 
 
+def _value(text: str) -> Any:
+    """A number, true or false where the text is one, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_kind(what: str, value: Any, default: Any) -> None:
+    """A value must be of its default's kind: a switch, a number or a word."""
+    kinds = {"true or false": (bool,), "a number": (int, float), "a word": (str,)}
+    for word, kind in kinds.items():
+        if isinstance(default, kind):  # a bool is an int, so switches come first
+            if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
+                raise InputError(f"{what} must be {word}, not '{value}'")
+            return
 
 
 class Registry(Generic[Part]):
@@ -98,6 +118,7 @@ class Registry(Generic[Part]):
                 if not known:
                     raise InputError(f"{self.kind} '{spec.name}' takes no options, not '{key}'")
                 raise unknown(f"option of {self.kind} '{spec.name}'", key, known)
+            _check_kind(f"{self.kind} '{spec.name}': {key}", options[key], known[key].default)
         return Spec(spec.name, options)
 
     def build(self, text: str | Spec, *arguments: Any) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin: (T, 1, D/2) or (B, T, 1, D/2)
 
@@ -38,8 +39,7 @@ class Rotary:
 
     def frequencies(self, size: int, device: torch.device | None = None) -> Tensor:
         """θ_i for a head of `size`, in float64: angles at late positions need the digits."""
-        if size % 2:
-            raise InputError(f"rope rotates pairs, so the head size must be even, not {size}")
+        check_size(size)
         base = self.base
         if self.scaling == "ntk":
             base *= self.factor ** (size / max(size - 2, 1))
@@ -67,7 +67,16 @@ class Rotary:
             return value
         if isinstance(value, bool):
             return cls() if value else None
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in value:
+            if key not in known:
+                raise unknown("rope option", key, known)
         return cls(**value)
+
+
+def check_size(size: int) -> None:
+    if size % 2:
+        raise InputError(f"rope rotates pairs, so the head size must be even, not {size}")
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

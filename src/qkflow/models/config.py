@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from qkflow.errors import InputError, unknown
+from qkflow.timescale.config import SlowConfig
 
 FeedForward = Literal["swiglu", "gelu"]
 
@@ -39,6 +40,7 @@ class ModelConfig:
     norm_eps: float = 1e-6
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     start: str = "gpt2"
+    slow: SlowConfig | None = None  # a second path at a slower rate
 
     def __post_init__(self) -> None:
         if self.feed_forward not in get_args(FeedForward):
@@ -46,10 +48,28 @@ class ModelConfig:
         for name in ("vocabulary", "layers", "width", "heads"):
             if getattr(self, name) < 1:
                 raise InputError(f"model.{name} must be at least 1, not {getattr(self, name)}")
+        if self.slow is not None:
+            self.slow.injections(self.layers)  # refuses gates without a layer
 
     @property
     def hidden_size(self) -> int:
         return self.hidden or 4 * self.width
+
+    def of_slow_path(self) -> ModelConfig:
+        """What the slow blocks are built from: as the fast ones, but for their number and attention."""
+        assert self.slow is not None
+        attention = {
+            **dataclasses.asdict(self.attention),
+            "window": None,
+            "dropout": 0.0,
+            **self.slow.attention,
+        }
+        return dataclasses.replace(
+            self,
+            layers=self.slow.layers,
+            attention=_from_dict(AttentionConfig, attention, "key of model.slow.attention"),
+            slow=None,
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -58,7 +78,10 @@ class ModelConfig:
         attention = values.pop("attention", {}) or {}
         if not isinstance(attention, AttentionConfig):
             attention = _from_dict(AttentionConfig, attention, "key of model.attention")
-        return _from_dict(cls, {**values, "attention": attention}, "key of model")
+        slow = values.pop("slow", None)
+        if slow is not None and not isinstance(slow, SlowConfig):
+            slow = _from_dict(SlowConfig, slow, "key of model.slow")
+        return _from_dict(cls, {**values, "attention": attention, "slow": slow}, "key of model")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

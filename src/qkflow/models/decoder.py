@@ -17,6 +17,8 @@ from qkflow.attention.starts import Draw, fill, initialise
 from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
 from qkflow.models.kernels import RMSNorm, swiglu
+from qkflow.timescale.cache import SlowCache
+from qkflow.timescale.slow_path import SlowPath
 
 
 class FeedForward(nn.Module):
@@ -103,6 +105,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer, **where) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps, **where)
         self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False, **where)
+        self.slow = build_slow_path(config, **where)
         initialise(self, config.start, seed=seed, layers=config.layers)
 
     def forward(
@@ -112,7 +115,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
-        caches: list[KVCache] | None = None,
+        caches: list[KVCache | SlowCache] | None = None,
     ) -> Tensor:
         """Hidden states (B, T, width) of token ids (B, T), after the last norm; see `logits`."""
         if ids.dim() != 2:
@@ -122,7 +125,11 @@ class Decoder(nn.Module):
         first: Attention = self.blocks[0].attention  # type: ignore[assignment]
         rotation = first.rotation_for(x, positions, documents, past)
         mask = first.mask_for(ids.shape[1], past + ids.shape[1], padding, documents, ids.device)
+        if self.slow is not None:
+            heard = self.slow(x, padding=padding, documents=documents, cache=caches[-1] if caches else None)
         for layer, block in enumerate(self.blocks):
+            if self.slow is not None:
+                x = self.slow.inject(x, heard, layer)
             if self.checkpoint_blocks and self.training and caches is None:
                 x = checkpoint(block, x, rotation, mask, use_reentrant=False)
             else:
@@ -138,8 +145,10 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.output_weight)
 
-    def new_caches(self, batch: int, capacity: int) -> list[KVCache]:
-        return [block.attention.new_cache(batch, capacity) for block in self.blocks]  # type: ignore[operator, union-attr]
+    def new_caches(self, batch: int, capacity: int) -> list[KVCache | SlowCache]:
+        """One empty cache a layer, and after them the slow path's if there is one."""
+        paths = [*(block.attention for block in self.blocks), *([self.slow] if self.slow is not None else [])]
+        return [path.new_cache(batch, capacity) for path in paths]  # type: ignore[operator, union-attr]
 
     def start_parameters(self, draw: Draw) -> None:
         # tied, the embedding is also the output matrix, whose fan-in is the width
@@ -148,3 +157,11 @@ class Decoder(nn.Module):
         if self.head is not None:
             draw.linear("head", self.head)
         nn.init.ones_(self.norm.weight)
+
+
+def build_slow_path(config: ModelConfig, **where: Any) -> SlowPath | None:
+    if config.slow is None:
+        return None
+    slow = config.of_slow_path()
+    blocks: list[nn.Module] = [Block(slow, layer, **where) for layer in range(slow.layers)]
+    return SlowPath(config.slow, blocks, config.width, config.layers, config.norm_eps, **where)

@@ -1,18 +1,19 @@
-"""The gate through which the slow path speaks to the fast one: x ← x + g ⊙ ũ."""
+"""The gate through which the slow path speaks to the fast one."""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from qkflow.attention.starts import Draw
 from qkflow.errors import InputError, unknown
 
 
 class Gate(nn.Module):
-    """Multiplies what the slow path says by a learnt g, at first `start`.
+    """x ← x + g ⊙ ũ: adds what the slow path says, times a learnt g that begins at `start`.
 
     scalar  one g for all channels
     vector  one g a channel
@@ -21,30 +22,37 @@ class Gate(nn.Module):
     At g = 0 the model starts as the fast path alone, and the slow weights get no gradient on the first step.
     """
 
-    role: ClassVar[str] = "gate"
+    roles: ClassVar[dict[str, str]] = {"weight": "gate"}
     KINDS: ClassVar[tuple[str, ...]] = ("scalar", "vector", "tanh")
 
-    def __init__(self, width: int, kind: str = "scalar", start: float = 0.0) -> None:
+    def __init__(self, width: int, kind: str = "scalar", start: float = 0.0, **where: Any) -> None:
         super().__init__()
-        if kind not in self.KINDS:
-            raise unknown("gate", kind, self.KINDS)
+        self.check(kind, start)
+        self.kind, self.start = kind, start
+        self.weight = nn.Parameter(torch.empty(width if kind == "vector" else 1, **where))
+        self.reset_parameters()
+
+    @classmethod
+    def check(cls, kind: str, start: float) -> None:
+        if kind not in cls.KINDS:
+            raise unknown("gate", kind, cls.KINDS)
         if not math.isfinite(start) or (kind == "tanh" and abs(start) >= 1):
             limits = "inside (-1, 1)" if kind == "tanh" else "a finite number"
             raise InputError(f"a {kind} gate must start {limits}, not at {start:g}")
-        self.kind, self.start = kind, start
-        self.weight = nn.Parameter(torch.empty(width if kind == "vector" else 1))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, math.atanh(self.start) if self.kind == "tanh" else self.start)
+
+    def start_parameters(self, draw: Draw) -> None:
+        self.reset_parameters()
 
     @property
     def value(self) -> Tensor:
         """g, of shape (1,) or (width,)."""
         return self.weight.tanh() if self.kind == "tanh" else self.weight
 
-    def forward(self, u: Tensor) -> Tensor:
-        return self.value * u
+    def forward(self, x: Tensor, u: Tensor) -> Tensor:
+        return x + self.value * u
 
     def extra_repr(self) -> str:
         return f"{self.kind}, start={self.start:g}"

@@ -21,8 +21,7 @@ class Blocks(ABC):
     """How T tokens fall into K blocks; the last of a document may be partial, and is then never read."""
 
     count: int  # K
-    positions: Tensor  # (K,) or (B, K): a block's number within its document
-    mask: Tensor | None  # (B, K, K), True where a block may attend; None: plain causal attention
+    documents: Tensor | None  # (B, K), a number for each block's document; None: one document a row
 
     @abstractmethod
     def pool(self, x: Tensor) -> Tensor:
@@ -35,9 +34,10 @@ class Blocks(ABC):
 
 def check_ratio(ratio: int, tokens: int | None = None) -> None:
     """Refuse a pooling ratio that makes no slow path, or none within a context of `tokens`."""
-    if ratio < 2:
+    if not isinstance(ratio, int) or ratio < 2:
         raise InputError(
-            f"the pooling ratio P must be at least 2, not {ratio}: at 1 the slow path is not slow"
+            f"the pooling ratio P must be a whole number of at least 2, not {ratio}: "
+            "at 1 the slow path is not slow"
         )
     if tokens is not None and ratio > tokens:
         raise InputError(
@@ -46,12 +46,10 @@ def check_ratio(ratio: int, tokens: int | None = None) -> None:
         )
 
 
-def blocks(
-    tokens: int, ratio: int, documents: Tensor | None = None, device: torch.device | None = None
-) -> Blocks:
+def blocks(tokens: int, ratio: int, documents: Tensor | None = None) -> Blocks:
     """The blocks of one sequence, or, with document ids (B, T), of packed documents."""
     if documents is None:
-        return PlainBlocks(tokens, ratio, device)
+        return PlainBlocks(tokens, ratio)
     if documents.ndim != 2 or documents.shape[1] != tokens:
         raise InputError(
             f"document ids must have the shape (batch, {tokens}) of the tokens, not {tuple(documents.shape)}"
@@ -62,13 +60,12 @@ def blocks(
 class PlainBlocks(Blocks):
     """One document a row: blocks lie on a grid, so pooling and reading are reshapes."""
 
-    mask = None
+    documents = None
 
-    def __init__(self, tokens: int, ratio: int, device: torch.device | None = None) -> None:
+    def __init__(self, tokens: int, ratio: int) -> None:
         check_ratio(ratio)
         self.tokens, self.ratio = tokens, ratio
         self.count = -(-tokens // ratio)
-        self.positions = torch.arange(self.count, device=device)
 
     def pool(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
@@ -116,12 +113,8 @@ class PackedBlocks(Blocks):
         self._members = (first[..., None] + offsets).clamp(max=T - 1)  # (B, K, P)
         self._filled = offsets < sizes[..., None]
 
-        self.positions = place.gather(1, first) // ratio
-        document = torch.where(
-            sizes > 0, begins.cumsum(1).gather(1, first), 0
-        )  # 0: a block that is not there
-        causal = torch.ones(self.count, self.count, dtype=torch.bool, device=documents.device).tril()
-        self.mask = (document[:, :, None] == document[:, None, :]) & causal
+        # 0: a block that is not there
+        self.documents = torch.where(sizes > 0, begins.cumsum(1).gather(1, first), 0)
 
     def pool(self, x: Tensor) -> Tensor:
         B, _, C = x.shape
@@ -133,55 +126,6 @@ class PackedBlocks(Blocks):
     def feedback(self, u: Tensor) -> Tensor:
         read = u.gather(1, self._reads[..., None].expand(-1, -1, u.shape[-1]))
         return torch.where(self._readable[..., None], read, 0)
-
-
-class PoolState:
-    """The same pooling and reading, a chunk of tokens at a time: a running sum and the last block read.
-
-    Per chunk: `push` the tokens, run the slow path over the blocks they completed (often none), and hand its
-    output to `feedback`.
-    """
-
-    def __init__(self, ratio: int) -> None:
-        check_ratio(ratio)
-        self.ratio = ratio
-        self.tokens = 0  # seen so far
-        self._sum: Tensor | None = None  # (B, C) of the unfinished block
-        self._last: Tensor | None = None  # (B, 1, C') slow output of the last completed block
-        self._pushed = 0
-
-    def push(self, x: Tensor) -> Tensor:
-        """Take the next tokens (B, t, C); returns the means (B, k, C) of the blocks they complete."""
-        wide = x.to(_sum_type(x))
-        carried = wide.new_zeros(x.shape[0], x.shape[2]) if self._sum is None else self._sum
-        missing = self.ratio - self.tokens % self.ratio
-        self.tokens += x.shape[1]
-        self._pushed = x.shape[1]
-        if x.shape[1] < missing:
-            self._sum = carried + wide.sum(1)
-            return x[:, :0]
-        sums = [carried + wide[:, :missing].sum(1)]
-        sums += [block.sum(1) for block in wide[:, missing:].split(self.ratio, 1)]
-        # the chunk's last piece is the next unfinished block, unless it ends exactly with one
-        self._sum = sums.pop() if self.tokens % self.ratio else torch.zeros_like(carried)
-        return (torch.stack(sums[: self._completed()], 1) / self.ratio).to(x.dtype)
-
-    def feedback(self, u: Tensor) -> Tensor:
-        """Given the slow output (B, k, C') for the blocks just completed, what each pushed token reads."""
-        completed = self._completed()
-        if u.shape[1] != completed:
-            raise InputError(
-                f"the tokens just pushed complete {completed} blocks, not the {u.shape[1]} given"
-            )
-        last = u.new_zeros(u.shape[0], 1, u.shape[2]) if self._last is None else self._last
-        known = torch.cat([last, u], 1)
-        self._last = known[:, -1:]
-        before = self.tokens - self._pushed
-        tokens = torch.arange(before, self.tokens, device=u.device)
-        return known[:, (tokens + 1) // self.ratio - before // self.ratio]
-
-    def _completed(self) -> int:
-        return self.tokens // self.ratio - (self.tokens - self._pushed) // self.ratio
 
 
 def _sum_type(x: Tensor) -> torch.dtype:
