@@ -77,6 +77,7 @@ def train(
             save_strategy="no",
             report_to="none",
             logging_strategy="no",
+            dataloader_pin_memory=False,
             seed=seed,
         )
         Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks)).train()
