@@ -40,7 +40,7 @@ def test_killed_again_and_again(run_folder, how):
     assert worker.main([str(undisturbed)]) == 0
     kills, while_writing = kill(killed, how, "1")
     assert kills >= 20
-    assert while_writing >= 1
+    assert while_writing >= (how == "exact")  # at random moments it may or may not come to that
     assert weights(killed) == weights(undisturbed)
     assert losses(killed) == losses(undisturbed)
     results = [json.loads((f / "result.json").read_text()) for f in (killed, undisturbed)]
