@@ -5,4 +5,3 @@ from qkflow.data.shards import TokenSet
 from qkflow.data.windows import EvalWindows, TrainWindows, document_ids
 
 __all__ = ["EvalWindows", "TokenSet", "TrainWindows", "document_ids", "prepare", "verify"]
-"""Text into tokens, and tasks into examples."""
