@@ -75,7 +75,8 @@ def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str
         fast, slow = coupling.from_input(x, qk), coupling.reference(*qk(x, x))
         results = [(out, torch.autograd.grad(out, inputs, signal, allow_unused=True)) for out in (fast, slow)]
         with torch.no_grad():
-            results.append((coupling.from_input(x, qk), results[1][1]))
+            results.append((coupling.eval().from_input(x, qk), results[1][1]))
+        coupling.train()
         for out, grads in results[::2]:
             for a, b in zip((*out, *grads), (*results[1][0], *results[1][1]), strict=True):
                 assert (a is None) == (b is None)
@@ -85,16 +86,28 @@ def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_inference_notices_changed_parameters(spec: str) -> None:
-    coupling = make(spec, "gqa")
+    coupling = make(spec, "gqa").eval()
     qk = FactorisedQK(10, coupling.heads, False, dtype=torch.float64)
-    x = torch.randn(1, 4, 10, dtype=torch.float64)
-    with torch.no_grad():
-        coupling.from_input(x, qk)
-        scatter(coupling)
-        scatter(qk)
-        got, wanted = coupling.from_input(x, qk), coupling.reference(*qk(x, x))
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    x = torch.randn(2, 4, 10, dtype=torch.float64)
+
+    def check() -> None:
+        with torch.no_grad():
+            got, wanted = coupling.from_input(x, qk), coupling.reference(*qk(x, x))
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+    check()
+    scatter(coupling)
+    scatter(qk)
+    check()
+    # a fused optimizer leaves no trace in the version of a parameter
+    optimizer = torch.optim.AdamW([*coupling.parameters(), *qk.parameters()], lr=0.1, fused=True)
+    for switch in (False, True):
+        coupling.train(switch)
+        sum(out.square().sum() for out in coupling.from_input(x, qk)).backward()
+        optimizer.step()
+        coupling.eval()
+        check()
 
 
 @pytest.mark.parametrize("kind", ["mha", "gqa"])

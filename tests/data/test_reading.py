@@ -9,7 +9,7 @@ import lzma
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qkflow.data import corpora, passages
@@ -139,6 +139,7 @@ def test_marks_and_units(tmp_path: Path) -> None:
     least=st.integers(0, 20),
     boundary=st.sampled_from([None, passages.BLANK, passages.LINE, passages.MARKED]),
 )
+@example(chunks=["a" * 24 + "\n\n\na", ""], least=0, boundary=passages.BLANK)
 @settings(max_examples=300, deadline=None)
 def test_cutting_loses_nothing_but_boundaries_and_does_not_see_chunks(
     chunks: list[str], least: int, boundary: object

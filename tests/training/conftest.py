@@ -8,7 +8,26 @@ import pytest
 import torch
 import yaml
 
-WORDS = "the a sun moon river stone light water moves sings under over near and but then slowly again".split()
+WORDS = [
+    "the",
+    "a",
+    "sun",
+    "moon",
+    "river",
+    "stone",
+    "light",
+    "water",
+    "moves",
+    "sings",
+    "under",
+    "over",
+    "near",
+    "and",
+    "but",
+    "then",
+    "slowly",
+    "again",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""Runs a worker in a child process, again and again, and kills it: `python killed.py FOLDER random|exact SEED`.
+"""Runs a worker again and again, and kills it: `python killed.py FOLDER random|exact SEED`.
 
 The child is forked, so that twenty lives cost one import. `random` kills twenty times after a random while;
 `exact` kills at every single operation that a checkpoint consists of, one life each.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from qkflow.training import state, worker
+from qkflow.training import RunConfig, state, worker
 
 KILLS = 20
 
@@ -52,15 +52,26 @@ def wait(pid: int) -> int:
 def kill_at_random(folder: Path, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
     kills = writing = 0
+    longest = 0.35
     while kills < KILLS:
         pid = child(folder)
-        time.sleep(chance.uniform(0.02, 0.35))
+        time.sleep(chance.uniform(0.02, longest))
         os.kill(pid, signal.SIGKILL)
         if wait(pid) != -signal.SIGKILL:
             raise SystemExit(f"finished after {kills} kills: make the run longer")
         kills += 1
         writing += any(folder.glob("checkpoints/.*.part"))
+        if (
+            reached(folder) > kills / KILLS
+        ):  # a quick machine: shorter lives, or it will finish before the last
+            longest *= 0.7
     return kills, writing
+
+
+def reached(folder: Path) -> float:
+    """The share of the run that the newest checkpoint stands for."""
+    steps = [int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*")]
+    return max(steps, default=0) / RunConfig.load(folder / "config.yaml").train.steps
 
 
 def kill_exactly(folder: Path) -> tuple[int, int]:
@@ -76,7 +87,9 @@ def kill_exactly(folder: Path) -> tuple[int, int]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where = Path(sys.argv[1])
-    kills, writing = kill_at_random(where, int(sys.argv[3])) if sys.argv[2] == "random" else kill_exactly(where)
+    kills, writing = (
+        kill_at_random(where, int(sys.argv[3])) if sys.argv[2] == "random" else kill_exactly(where)
+    )
     code = wait(child(where))
     print(f"{kills} kills, {writing} while a checkpoint was being written, exit code {code}")
     sys.exit(code)

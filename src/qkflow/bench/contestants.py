@@ -72,7 +72,7 @@ def contestants() -> list[Contestant]:
         if name == "drift":  # n steps of it are one step n times as large
             rows.append(Contestant("drift", "drift"))
             rows.append(Contestant("drift merged", "drift", merged=True))
-        elif "steps" in couplings.options(name) and name != "affine":
+        elif "steps" in couplings.options(name):
             rows += [Contestant(name, f"{name}:n={n}", steps=n) for n in STEPS]
         else:
             rows.append(Contestant(name, name))

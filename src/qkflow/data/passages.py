@@ -53,7 +53,8 @@ def cut(
     """Pieces that end at the first `boundary` after `least` characters, and nowhere later than `most`."""
     text, at = "", 0
     for chunk in chunks:
-        text, at = text[at:] + chunk, 0
+        seen = max(at - 1, 0)  # a boundary may look back one character
+        text, at = text[seen:] + chunk, at - seen
         while True:
             found = boundary.search(text, at + least, at + most) if boundary else None
             if found and found.end() < len(text):  # one that touches the end may go on in the next chunk

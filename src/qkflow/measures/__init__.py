@@ -1,1 +1,1 @@
-"""What can be measured on a model: how well it predicts text, and where its attention goes."""
+"""What can be measured on a model: how well it predicts text, where its attention goes, how faithfully."""

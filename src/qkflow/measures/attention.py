@@ -108,7 +108,7 @@ def _measure(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
         spectral_gap=gap.mean(dim=0).tolist(),
         effective_rank=rank.mean(dim=0).tolist(),
         max_logit=_largest_scores(layer, x),
-        step_size=None if step is None else step().tolist(),
+        step_size=None if step is None else step.per_head().tolist(),
         weights=weights[0].cpu() if keep_weights else None,
     )
 

@@ -10,7 +10,6 @@ Everything lies in the study's folder, and everything that is there already is n
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from qkflow.data import prepare
 from qkflow.errors import InputError, unknown
 from qkflow.studies.analysis import RunData, analyse, best_rate, load_runs
 from qkflow.studies.engines import ENGINES, Engine
@@ -32,9 +32,9 @@ from qkflow.studies.grid import (
     Question,
     Run,
     build_grid,
-    parse_count,
 )
 from qkflow.studies.variants import STANDARD, Parts
+from qkflow.training.config import parse_count
 
 if TYPE_CHECKING:
     import pandas
@@ -138,8 +138,7 @@ def rebuild(folder: str | Path) -> Comparison:
 
 def prepare_corpus(question: Question) -> dict[str, Any]:
     """Tokenise once, before many workers need it; runs are told apart by the text, not by its name."""
-    data = importlib.import_module("qkflow.data")
-    return {"fingerprint": data.prepare(question.data, question.tokenizer).fingerprint}
+    return {"fingerprint": prepare(question.data, question.tokenizer).fingerprint}
 
 
 def read_question(data: str, settings: Mapping[str, Any]) -> Question:

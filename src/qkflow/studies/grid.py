@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from qkflow.attention import Start
 from qkflow.errors import InputError, unknown
 from qkflow.studies.statistics import SMALLEST_SAMPLE
 from qkflow.studies.variants import (
     STANDARD,
     Parts,
-    Start,
     Variant,
-    parse_start,
     parse_variants,
     registered_parts,
 )
@@ -102,7 +101,7 @@ class Cell:
     @property
     def plain(self) -> str:
         """The standard model from the same start: what the same-start difference is taken to."""
-        start = self.start if self.variant.symmetric is None else self.start.plain
+        start = self.start if self.variant.symmetric is None else Start(self.start.base)
         return f"{STANDARD}@{start}"
 
 
@@ -225,7 +224,7 @@ def build_grid(question: Question, parts: Parts | None = None) -> Grid:
     """Check a question and lay out its contestants."""
     check(question)
     parts = parts or registered_parts()
-    asked = list(dict.fromkeys(parse_start(text) for text in question.starts))
+    asked = list(dict.fromkeys(Start.parse(text) for text in question.starts))
     variants = parse_variants(question.variants, parts)
     controls = parse_variants(question.controls, parts)
     everyone = list(dict.fromkeys([*variants, *controls]))
@@ -275,14 +274,3 @@ def check(question: Question) -> None:
         raise InputError(f"--confidence must lie between 0.5 and 1, got {q.confidence:g}")
     if not q.starts:
         raise InputError("no start given; write e.g. --starts gpt2,fan_in")
-
-
-def parse_count(text: str | int | float) -> int:
-    """Read `200k`, `1M`, `1.5m`, `50_000`, `3e6`."""
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?)([kmgb]?)", str(text).strip().lower())
-    if match is None:
-        raise InputError(f"cannot read '{text}' as a number of tokens; write e.g. 200k, 1M or 50000")
-    scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
-    return round(float(match[1].replace("_", "")) * scale)

@@ -60,7 +60,7 @@ class Board:
             self._live.__exit__(kind, error, trace)
 
     def time_left(self) -> float | None:
-        """Tokens still to train, at the pace of this session so far (start-up and evaluation included)."""
+        """Tokens still to train, at the pace so far (start-up and evaluation included)."""
         done = sum(run.tokens for run in self.runs) - self._tokens_before
         left = sum(max(0, run.run.tokens - run.tokens) for run in self.runs if not run.over)
         elapsed = time.monotonic() - self._began

@@ -15,30 +15,19 @@ Options are checked by the registry their part belongs to; this module knows onl
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qkflow.attention import Start, couplings, scorings
 from qkflow.errors import InputError, unknown
 
 STANDARD = "standard"
 NO_COUPLING = "none"
 SOFTMAX = "softmax"
 SYMMETRIC_C = "1"
-START_BASES = ("gpt2", "fan_in")
-START_MODIFIERS = {
-    "symmetric": "fan_in",
-    "mimetic": "gpt2",
-    "scaled_identity": "gpt2",
-}  # and their usual base
 
-# Where each registry lives, and what it held when this was written, for where it cannot be imported.
-_REGISTRIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "coupling": ("qkflow.attention.couplings", ("euler", "leapfrog", "uncoupled", "affine", "drift")),
-    "scoring": ("qkflow.attention.scorings", (SOFTMAX, "differential", "differential_v2")),
-}
 _FIXED: dict[str, tuple[str, ...]] = {
     "standard": (STANDARD,),
     "symmetric": ("symmetric",),
@@ -62,34 +51,9 @@ class Parts:
 
 def registered_parts() -> Parts:
     """What the registries hold, so that a part added there is known here."""
-    names: dict[str, Collection[str]] = dict(_FIXED)
-    checks = {}
-    for kind, (module, fallback) in _REGISTRIES.items():
-        try:
-            registry = importlib.import_module(module)
-        except ModuleNotFoundError:
-            names[kind] = fallback
-            continue
-        names[kind], checks[kind] = registry.names(), registry.check
-    return Parts(names, checks)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where training starts from: a base and, optionally, one thing added to it."""
-
-    base: str
-    modifier: str | None = None
-    strength: str = ""
-
-    def __str__(self) -> str:
-        if self.modifier is None:
-            return self.base
-        return f"{self.base}+{self.modifier}" + (f"={self.strength}" if self.strength else "")
-
-    @property
-    def plain(self) -> Start:
-        return Start(self.base)
+    kinds = {"coupling": couplings, "scoring": scorings}
+    names: dict[str, Collection[str]] = {**_FIXED, **{kind: part.names() for kind, part in kinds.items()}}
+    return Parts(names, {kind: part.check for kind, part in kinds.items()})
 
 
 @dataclass(frozen=True)
@@ -135,28 +99,7 @@ class Variant:
         bases = dict.fromkeys(start.base for start in chosen if start.modifier in (None, "symmetric"))
         if not bases:
             raise InputError(f"variant '{self.name}' needs a plain start to add to, e.g. symmetric@fan_in")
-        return [Start(base, "symmetric", self.symmetric) for base in bases]
-
-
-def parse_start(text: str) -> Start:
-    """Read `gpt2`, `fan_in+symmetric=1`, `mimetic` (on its usual base)."""
-    first, *rest = text.strip().split("+")
-    if first not in START_BASES:
-        name = first.partition("=")[0]
-        if name not in START_MODIFIERS:
-            raise unknown("start", name, [*START_BASES, *START_MODIFIERS])
-        first, rest = START_MODIFIERS[name], [first, *rest]
-    if not rest:
-        return Start(first)
-    name, equals, strength = rest[0].partition("=")
-    if name not in START_MODIFIERS:
-        raise unknown(f"addition to start '{first}'", name, START_MODIFIERS)
-    if len(rest) > 1:
-        raise InputError(f"start '{text}' adds more than one thing to {first}; give at most one")
-    wants = bool(equals) or name == "symmetric"
-    if wants and not re.fullmatch(_NUMBER, strength):
-        raise InputError(f"start '{text}': {name} needs a number, e.g. {first}+{name}=1")
-    return Start(first, name, strength)
+        return [Start(base, "symmetric", float(self.symmetric)) for base in bases]
 
 
 def parse_variant(text: str, parts: Parts | None = None) -> Variant:
@@ -184,7 +127,7 @@ def parse_variant(text: str, parts: Parts | None = None) -> Variant:
         timescale=fields.get("timescale"),
         pace=fields.get("pace"),
         symmetric=fields.get("symmetric"),
-        start=parse_start(start_text) if at else None,
+        start=Start.parse(start_text) if at else None,
     )
 
 

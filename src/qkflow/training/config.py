@@ -63,7 +63,7 @@ class TrainConfig:
     seed: int = 0
     # How it is computed.
     precision: Precision = "fp32"
-    compile: bool = False
+    compile: bool | str = False  # true, or a backend of torch.compile
     checkpoint_blocks: bool = False
     parallel: Parallel | None = None  # default under torchrun: ddp
     device: str = "auto"

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from qkflow import files
-from qkflow.data.tokenizer import Tokenizer, restore
+from qkflow.data.tokenizer import SubwordTokenizer, Tokenizer, restore
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.training.tensors import write_tensors
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FORMAT = "qkflow-decoder"
 
 
@@ -36,6 +37,9 @@ def save(folder: Path, config: ModelConfig, weights: dict[str, Tensor], tokenize
     staging.mkdir(parents=True)
     write_tensors(staging / WEIGHTS, weights)
     files.write_atomic(staging / TOKENIZER, tokenizer.state())
+    if isinstance(tokenizer, SubwordTokenizer):
+        end = tokenizer.rust.id_to_token(tokenizer.end_of_document)
+        files.write_json(staging / TOKENIZER_CONFIG, {"eos_token": end})
     files.write_json(
         staging / CONFIG,
         {"format": FORMAT, "model": config.to_dict(), "end_of_document": tokenizer.end_of_document},
@@ -56,6 +60,13 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple
     _fill(model, folder / WEIGHTS, device)
     tokenizer = restore((folder / TOKENIZER).read_text("utf-8"), described["end_of_document"])
     return model.eval(), tokenizer
+
+
+def tokenizer_spec(path: str | Path) -> str:
+    """The tokenizer of a model, as `qkflow.data.prepare` takes it."""
+    folder = find(Path(path))
+    is_bytes = _read_json(folder / TOKENIZER).get("type") == "bytes"
+    return "bytes" if is_bytes else str(folder / TOKENIZER)
 
 
 def find(path: Path) -> Path:

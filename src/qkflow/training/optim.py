@@ -142,6 +142,8 @@ class AdamW:
                 amsgrad=False,
                 maximize=False,
             )
+            # The kernel writes behind autograd's back; whoever keeps what they made of a weight must notice.
+            torch.autograd.graph.increment_version(list(learning.values()))
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by name, the very tensors: copying into them restores it."""

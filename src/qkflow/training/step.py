@@ -45,7 +45,7 @@ class Stepper:
         self.decoder, self.config, self.windows, self.team = decoder, config, windows, team
         decoder.checkpoint_blocks = config.checkpoint_blocks
         if config.compile:
-            decoder.compile()
+            decoder.compile(**({} if config.compile is True else {"backend": config.compile}))
         objective = Objective(decoder)
         team.shard(objective, iter(decoder.blocks))
         multipliers = pace_multipliers(config.pace, decoder)

@@ -74,13 +74,19 @@ class Affine(Coupling):
         return self._split(self.from_key(repeat_keys(k, self.heads.group)))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        group = self.heads.group
-        to_key = _Conditioner.of(self.from_query, self.heads.queries, group, 1 / group)
-        to_query = _Conditioner.of(self.from_key, self.heads.keys, 1, 1.0)
+        if self._at_rest():
+            to_key, to_query = self._remembered(self._conditioners, self.from_query, self.from_key)
+        else:
+            to_key, to_query = self._conditioners()
         for _ in range(self.steps):
             k = to_key(q, k, self.bound)
             q = to_query(k, q, self.bound)
         return q, k
+
+    def _conditioners(self) -> tuple[_Conditioner, _Conditioner]:
+        group = self.heads.group
+        to_key = _Conditioner.of(self.from_query, self.heads.queries, group, 1 / group)
+        return to_key, _Conditioner.of(self.from_key, self.heads.keys, 1, 1.0)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):

@@ -7,7 +7,8 @@ Grouped heads: every query of a group takes the group's key, the key takes the g
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from qkflow.attention.registry import Registry, Spec
 from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError
 
+Made = TypeVar("Made")
 Where = dict[str, Any]  # device and dtype, as every torch factory takes them
 
 
@@ -52,6 +54,33 @@ class Coupling(nn.Module):
         """Project tokens x (B, T, width) and couple them; overridden where the two together are cheaper."""
         out: tuple[Tensor, Tensor] = self(*qk(x, x))
         return out
+
+    def _at_rest(self) -> bool:
+        """Whether products of weights may be kept: in inference, where nothing is being trained.
+
+        PyTorch's fused optimizers change parameters without a trace, so whatever may belong to training
+        (a pass with gradients, a change between train and eval mode) forgets what was kept.
+        """
+        if torch.is_grad_enabled() or self.training:
+            self.__dict__.pop("_kept", None)
+            return False
+        return not torch.compiler.is_compiling()
+
+    def train(self, mode: bool = True) -> Self:
+        self.__dict__.pop("_kept", None)
+        return super().train(mode)
+
+    def _remembered(self, make: Callable[[], Made], *sources: nn.Module) -> Made:
+        """What `make` gives, made anew only when a parameter of `sources` changed; `_at_rest` alone."""
+        owned = (t for m in sources for t in (*m._parameters.values(), *m._buffers.values()))
+        tensors = [tensor for tensor in owned if tensor is not None]
+        state = [(id(t), t._version, t.data_ptr()) for t in tensors]
+        kept: tuple[list[tuple[int, int, int]], list[Tensor], Made] | None = self.__dict__.get("_kept")
+        if kept is None or kept[0] != state:
+            # the tensors are held too, so that none of their ids is given to another
+            kept = (state, tensors, make())
+            self.__dict__["_kept"] = kept  # beside the module's state: never saved
+        return kept[2]
 
     @property
     def symplectic(self) -> bool:

@@ -47,13 +47,12 @@ class Euler(LatentCoupling):
         self.steps = check_steps(steps)
         self.folded = False
         self.step = StepSize(heads.queries, step, learn_step, step_per, where)
-        self.network = HeadNetworks(heads.queries, heads.size, hidden, where, shared=shared, bias=bias)
+        self.network: HeadNetworks = HeadNetworks(
+            heads.queries, heads.size, hidden, where, shared=shared, bias=bias
+        )
 
     def force(self) -> Force:
         return network_force(self.network)
-
-    def delta(self) -> Tensor:
-        return self.step.per_head()
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         group, delta = self.heads.group, self.step.per_head()[:, None]
@@ -73,6 +72,7 @@ class Euler(LatentCoupling):
         if self.folded:
             return None
         self.folded = True
+        self.__dict__.pop("_kept", None)
         return self.steps * self.step.per_head().detach()
 
 

@@ -49,6 +49,12 @@ def add_low_rank(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
+def add_low_rank_(base: Tensor, coefficients: Tensor, rows: Tensor) -> None:
+    """The same in place, without gradients; base may be a slice of a wider product."""
+    heads = base.view(-1, *base.shape[2:]).transpose(0, 1)  # a view for sure: a copy would be lost
+    heads.baddbmm_(coefficients.transpose(1, 2), rows)
+
+
 def enter(x: Tensor, w1: Tensor) -> Tensor:
     """W1·x of (B, T, H, D) tokens for W1 (H, ρ, D): latents (H, ρ, N)."""
     if torch.compiler.is_compiling():

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkflow.attention.circuits import FactorisedQK
-from qkflow.attention.couplings.base import Coupling
-from qkflow.attention.couplings.fused import add_low_rank, couple
+from qkflow.attention.couplings.base import Coupling, StepSize
+from qkflow.attention.couplings.fused import add_low_rank, add_low_rank_, couple
 from qkflow.attention.couplings.trajectory import Activation, Rule, Scheme, walk
 from qkflow.attention.heads import Heads
 
@@ -66,12 +66,10 @@ class LatentCoupling(Coupling):
     scheme: Scheme
     steps: int
     folded: bool  # q arrives as q + nΔk: the drift sits in the projection
+    step: StepSize
+    network: nn.Module
 
     def force(self) -> Force:
-        raise NotImplementedError
-
-    def delta(self) -> Tensor:
-        """Δ of every query head (H,)."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,32 +83,26 @@ class LatentCoupling(Coupling):
         q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
         k, and neither is kept for the backward pass. In training that pays while one latent is needed.
         """
-        if self.folded:
-            return self(*qk(x, x))
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self._at_rest():
             return self._infer(x, qk)
         few = x.shape[0] * x.shape[1] < qk.q.out_features
-        if self._needs_key_latent() or few:
+        if self.folded or self._needs_key_latent() or few:
             return self(*qk(x, x))
         weights = self._weights()
         weight, bias = qk.drifted(weights.total)
-        entry, entry_bias = self._entry(qk, weights)
-        u = entry @ x.flatten(0, 1).t()
-        if entry_bias is not None:
-            u = u + entry_bias
-        return self._finish(F.linear(x, weight, bias), qk.keys(x), u, weights)
+        q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
+        entry, entry_bias = self._entry(qk, weights, qk.q.weight, qk.q.bias)
+        latent = entry @ x.flatten(0, 1).t()
+        u, _ = self._latents(latent if entry_bias is None else latent + entry_bias, weights)
+        path = walk(weights.rule, u, None, weights.mix, weights.pull)  # one step: A stays zero
+        return self._add_bias(q, add_low_rank(qk.keys(x), path.beta, weights.exit_k), weights)
 
-    def _finish(self, drifted: Tensor, k: Tensor, latent: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-        """Run the trajectory from latent rows (…, N); add what it leaves to q + nΔk and to k."""
-        heads = self.heads
-        u, *w = latent.unflatten(0, (-1, heads.keys, weights.w1.shape[1])).unbind()
+    def _latents(self, rows: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        """u and, where it is needed, the drift Δ·w, each (G, ρ, N), from the rows (…, N) of `_entry`."""
+        u, *w = rows.unflatten(0, (-1, self.heads.keys, weights.w1.shape[1])).unbind()
         if weights.b1 is not None:
             u = u + weights.b1
-        path = walk(weights.rule, u, weights.rows * w[0] if w else None, weights.mix, weights.pull)
-        q = drifted.unflatten(-1, (heads.queries, heads.size))
-        if path.area is not None:
-            q = add_low_rank(q, path.area.repeat_interleave(heads.group, dim=0), weights.exit_q)
-        return self._add_bias(q, add_low_rank(k, path.beta, weights.exit_k), weights)
+        return u, weights.rows * w[0] if w else None
 
     def _add_bias(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
         if weights.bias is None:
@@ -123,19 +115,21 @@ class LatentCoupling(Coupling):
     def _needs_key_latent(self) -> bool:
         return self.scheme == "leapfrog" or self.steps > 1
 
-    def _entry(self, qk: FactorisedQK, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    def _entry(
+        self, qk: FactorisedQK, weights: Weights, w_q: Tensor, b_q: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Rows W1·W_Q, then W1·W_K where needed, and their biases as a column."""
         heads = self.heads
-        w1 = weights.w1.view(heads.queries, -1, heads.size)
-        pairs = [(w1, qk.q)] + ([(weights.w1, qk.k)] if self._needs_key_latent() else [])
-        rows = [(w @ layer.weight.view(len(w), heads.size, -1)).flatten(0, 1) for w, layer in pairs]
-        if qk.q.bias is None:
-            return torch.cat(rows), None
-        biases = [(w @ layer.bias.view(len(w), heads.size, 1)).flatten(0, 1) for w, layer in pairs]
-        return torch.cat(rows), torch.cat(biases)
+        per_query = weights.w1.view(heads.queries, -1, heads.size)
+        parts = [(per_query, w_q, b_q)]
+        if self._needs_key_latent():
+            parts.append((weights.w1, qk.k.weight, qk.k.bias))
+        rows = [(w1 @ w.view(len(w1), heads.size, -1)).flatten(0, 1) for w1, w, _ in parts]
+        biases = [(w1 @ b.view(len(w1), heads.size, 1)).flatten(0, 1) for w1, _, b in parts if b is not None]
+        return torch.cat(rows), torch.cat(biases) if biases else None
 
     def _weights(self) -> Weights:
-        heads, force, delta = self.heads, self.force(), self.delta()
+        heads, force, delta = self.heads, self.force(), self.step.per_head()
         keys, group, hidden = heads.keys, heads.group, force.w1.shape[1]
         w1 = force.w1.reshape(keys, group * hidden, heads.size)
         exit_k = (force.w2 * (delta / group)[:, None, None]).transpose(1, 2)
@@ -159,26 +153,32 @@ class LatentCoupling(Coupling):
         )
 
     def _infer(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
-        """Without gradients the weights' products are made once, and one product yields q and the latents."""
-        weights = self._prepared(qk)
+        """Without gradients the weights' products are made once; one product yields q, k and the latents."""
+        heads = self.heads
+        weights = self._remembered(lambda: self._with_projection(qk), self.step, self.network, qk.q, qk.k)
         assert weights.projection is not None
         wide = F.linear(x, weights.projection, weights.projection_bias)
-        drifted, latent = wide.split((qk.q.out_features, wide.shape[-1] - qk.q.out_features), dim=-1)
-        return self._finish(drifted, qk.keys(x), latent.flatten(0, 1).t(), weights)
+        after_q = heads.queries * heads.size
+        after_k = after_q + heads.keys * heads.size
+        q = wide[..., :after_q].unflatten(-1, (heads.queries, heads.size))
+        k = wide[..., after_q:after_k].unflatten(-1, (heads.keys, heads.size))
+        u, drift = self._latents(wide[..., after_k:].flatten(0, 1).t(), weights)
+        path = walk(weights.rule, u, drift, weights.mix, weights.pull)
+        add_low_rank_(k, path.beta, weights.exit_k)
+        if path.area is not None:
+            add_low_rank_(q, path.area.repeat_interleave(heads.group, dim=0), weights.exit_q)
+        return self._add_bias(q, k, weights)
 
-    def _prepared(self, qk: FactorisedQK) -> Weights:
-        sources = [*self.parameters(), *self.buffers(), *qk.parameters()]
-        state = tuple((id(t), t._version, t.data_ptr(), t.dtype) for t in sources)
-        kept: tuple[object, Weights] | None = self.__dict__.get("_kept")
-        if kept is None or kept[0] != state:
-            plain = self._weights()
-            weight, bias = qk.drifted(plain.total)
-            entry, entry_bias = self._entry(qk, plain)
-            if bias is not None and entry_bias is not None:
-                bias = torch.cat((bias, entry_bias.flatten()))
-            kept = (state, replace(plain, projection=torch.cat((weight, entry)), projection_bias=bias))
-            self.__dict__["_kept"] = kept  # not part of the module's state: never saved
-        return kept[1]
+    def _with_projection(self, qk: FactorisedQK) -> Weights:
+        """Rows that yield q + nΔ·k, then k, then the latents of the q and k before any drift."""
+        plain, q, k = self._weights(), qk.q, qk.k
+        there, back = qk.drifted(plain.total), qk.drifted(-plain.total)
+        drifted, before = ((q.weight, q.bias), back) if self.folded else (there, (q.weight, q.bias))
+        entry, entry_bias = self._entry(qk, plain, *before)
+        bias = None
+        if q.bias is not None and drifted[1] is not None and entry_bias is not None:
+            bias = torch.cat((drifted[1], k.bias, entry_bias.flatten()))
+        return replace(plain, projection=torch.cat((drifted[0], k.weight, entry)), projection_bias=bias)
 
 
 def trajectory_flops(heads: Heads, hidden: int, steps: int, scheme: Scheme) -> int:

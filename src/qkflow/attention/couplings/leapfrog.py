@@ -73,9 +73,6 @@ class Leapfrog(LatentCoupling):
             return self.network.as_force()
         return network_force(self.network)
 
-    def delta(self) -> Tensor:
-        return self.step.per_head()
-
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.folded:
             q = q - self.steps * self.step.per_head()[:, None] * repeat_keys(k, self.heads.group)
@@ -112,6 +109,7 @@ class Leapfrog(LatentCoupling):
         if self.folded:
             return None
         self.folded = True
+        self.__dict__.pop("_kept", None)
         return self.steps * self.step.per_head().detach()
 
 

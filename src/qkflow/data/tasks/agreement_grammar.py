@@ -1,0 +1,103 @@
+"""Agreement sentences made to order: a subject, attractors between it and the verb, and where each of them
+stands.
+
+    sentence   →  [opening ,] the [adjective] SUBJECT modifier* VERB rest
+    modifier   →  preposition the [adjective] NOUN  |  that the NOUN liked  |  who saw the NOUN
+
+An attractor is a noun between subject and verb of the other number: "the key to the cabinets". The verb's
+number follows from the subject's alone.
+"""
+
+from __future__ import annotations
+
+import random
+
+from qkflow.data.tasks.examples import Example, join_words
+from qkflow.errors import InputError
+
+_NOUNS = (
+    "key keys|cabinet cabinets|report reports|author authors|senator senators|pilot pilots|farmer farmers|"
+    "teacher teachers|dog dogs|house houses|painting paintings|letter letters|engine engines|bridge bridges|"
+    "river rivers|doctor doctors|child children|woman women|man men|mouse mice|city cities|story stories|"
+    "book books|garden gardens|window windows|guard guards|student students|judge judges|actor actors|"
+    "violin violins|machine machines|ship ships|tower towers|customer customers|player players|clerk clerks"
+)
+NOUNS = tuple(tuple(pair.split()) for pair in _NOUNS.split("|"))  # (singular, plural)
+VERBS = (("is", "are"), ("was", "were"), ("has", "have"), ("seems", "seem"), ("remains", "remain"))
+_ADJECTIVES = "old new small large red famous quiet broken young local strange heavy".split()  # noqa: SIM905
+_PREPOSITIONS = "near behind beside to from with of above".split()  # noqa: SIM905
+_PAST = "liked saw feared admired knew praised visited followed".split()  # noqa: SIM905
+_OPENINGS = ("yesterday", "in the end", "last year", "according to the news", "as we all know")
+_RESTS = ("very old .", "in the city .", "well known today .", "here again .", "not what it was .")
+
+
+def generate(
+    number: int,
+    seed: int = 0,
+    max_modifiers: int = 2,
+    attractor_share: float = 0.5,
+    whole: bool = False,
+) -> list[Example]:
+    """`number` sentences, half singular and half plural, up to the verb (`whole`: to the end).
+
+    Each has 0…`max_modifiers` modifiers; the noun of a modifier is an attractor with probability
+    `attractor_share`. The rationale is the subject (`whole`: subject and verb). `facts` hold subject, verb,
+    subject_index, verb_index, attractors and nouns_between.
+    """
+    if number < 1 or max_modifiers < 0 or not 0 <= attractor_share <= 1:
+        given = f"{number}, {max_modifiers} and {attractor_share}"
+        raise InputError(
+            f"sentences and modifiers are counts and the attractor share lies in 0…1, not {given}"
+        )
+    source = random.Random(seed)
+    plurals = [index % 2 == 1 for index in range(number)]
+    source.shuffle(plurals)
+    return [
+        _sentence(source, f"sentence {index}", plural, max_modifiers, attractor_share, whole)
+        for index, plural in enumerate(plurals)
+    ]
+
+
+def _sentence(
+    source: random.Random, name: str, plural: bool, max_modifiers: int, attractor_share: float, whole: bool
+) -> Example:
+    words: list[str] = []
+    if source.random() < 0.3:
+        words += [*source.choice(_OPENINGS).split(), ","]
+    words += _noun_phrase(source, plural)
+    subject = len(words) - 1
+    modifiers = source.randint(0, max_modifiers)
+    attractors = 0
+    for _ in range(modifiers):
+        differs = source.random() < attractor_share
+        attractors += differs
+        words += _modifier(source, plural != differs)
+    verb, verb_index = source.choice(VERBS)[plural], len(words)
+    facts = {
+        "subject": words[subject],
+        "verb": verb,
+        "subject_index": subject,
+        "verb_index": verb_index,
+        "attractors": attractors,
+        "nouns_between": modifiers,
+    }
+    if whole:
+        words += [verb, *source.choice(_RESTS).split()]
+    text, spans = join_words(words)
+    rationale = (spans[subject], spans[verb_index]) if whole else (spans[subject],)
+    return Example(name, text, "PL" if plural else "SG", rationales=(rationale,), facts=facts)
+
+
+def _noun_phrase(source: random.Random, plural: bool) -> list[str]:
+    adjective = [source.choice(_ADJECTIVES)] if source.random() < 0.3 else []
+    return ["the", *adjective, source.choice(NOUNS)[plural]]
+
+
+def _modifier(source: random.Random, plural: bool) -> list[str]:
+    phrase = _noun_phrase(source, plural)
+    shape = source.random()
+    if shape < 0.6:
+        return [source.choice(_PREPOSITIONS), *phrase]
+    if shape < 0.8:
+        return ["that", *phrase, source.choice(_PAST)]
+    return ["that", source.choice(_PAST), *phrase]

@@ -1,0 +1,138 @@
+"""SQuAD (Rajpurkar et al. 2016, 2018): questions answered by a span of a paragraph; v1.1 and v2.0 JSON files.
+
+As a text to continue, following Vashisht & Ramaswamy (ICML 2026): "Q: … C: … A:", the label being the answer
+and its place in the context the rationale.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from qkflow.data.tasks.examples import Example, Loaded, Span, find_file, from_hub, hub_rows, read_json
+from qkflow.errors import InputError
+
+_FILES = {
+    "train": ("train-v1.1.json", "train-v2.0.json"),
+    "validation": ("dev-v1.1.json", "dev-v2.0.json"),
+}
+
+
+def load(
+    source: str | Path,
+    split: str = "validation",
+    window: int | None = None,
+    relocate: bool = False,
+    keep_impossible: bool = False,
+) -> Loaded:
+    """Questions of a SQuAD file, folder, or hub set (`hf`, `hf:rajpurkar/squad_v2`).
+
+    An answer that does not stand at its `answer_start` is sought elsewhere in the context, nearest first; one
+    that stands nowhere is dropped; both are counted. `relocate` is for files whose offsets are guesses: an
+    answer that occurs several times moves to where it overlaps most of the other annotators' answers.
+    `window` cuts the context to that many characters either side of the answer (200 in the published study).
+    `keep_impossible` keeps the unanswerable questions of v2.0, with an empty answer.
+    """
+    if from_hub(source):
+        rows = list(_hub_questions(hub_rows(str(source), "rajpurkar/squad", split)))
+    else:
+        if split not in _FILES:
+            raise InputError(f"SQuAD has no public '{split}' split: use train or validation")
+        rows = list(_file_questions(find_file(Path(source), _FILES[split], "SQuAD file")))
+    notes: Counter[str] = Counter()
+    examples = [
+        example
+        for name, question, context, answers in rows
+        if (example := _example(name, question, context, answers, window, relocate, keep_impossible, notes))
+    ]
+    return Loaded(examples, notes)
+
+
+Question = tuple[str, str, str, list[tuple[str, int]]]  # name, question, context, [(answer, start)]
+
+
+def _file_questions(path: Path) -> Iterator[Question]:
+    try:
+        for article in read_json(path)["data"]:
+            for paragraph in article["paragraphs"]:
+                for asked in paragraph["qas"]:
+                    answers = [] if asked.get("is_impossible") else asked["answers"]
+                    places = [(answer["text"], int(answer["answer_start"])) for answer in answers]
+                    yield str(asked["id"]), asked["question"], paragraph["context"], places
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is not laid out as SQuAD (data › paragraphs › qas): {error!r}") from None
+
+
+def _hub_questions(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Question]:
+    for name, row in rows:
+        places = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
+        yield str(row.get("id", name)), row["question"], row["context"], places
+
+
+def _example(
+    name: str,
+    question: str,
+    context: str,
+    answers: list[tuple[str, int]],
+    window: int | None,
+    relocate: bool,
+    keep_impossible: bool,
+    notes: Counter[str],
+) -> Example | None:
+    if not answers:
+        notes["impossible questions " + ("kept" if keep_impossible else "dropped")] += 1
+        return Example(name, _prompt(question, context)[0], "") if keep_impossible else None
+    places = [place for answer in answers if (place := _locate(context, *answer, notes)) is not None]
+    if not places:
+        notes["questions dropped: no answer stands in the context"] += 1
+        return None
+    if relocate:
+        places = [_agreed(context, place, places, notes) for place in places]
+    start, end = places[0]
+    low, high = (0, len(context)) if window is None else (max(0, start - window), end + window)
+    text, offset = _prompt(question, context[low:high])
+    shift = offset - low
+    texts = list(dict.fromkeys(answer for answer, _ in answers))
+    facts = {"answers": texts, "question": question}
+    return Example(name, text, context[start:end], rationales=(((start + shift, end + shift),),), facts=facts)
+
+
+def _prompt(question: str, context: str) -> tuple[str, int]:
+    """The text, and where the context begins in it."""
+    head = f"Q: {question} C: "
+    return f"{head}{context} A:", len(head)
+
+
+def _locate(context: str, answer: str, start: int, notes: Counter[str]) -> Span | None:
+    if answer and context[start : start + len(answer)] == answer and start >= 0:
+        return start, start + len(answer)
+    found = _occurrences(context, answer)
+    if not found:
+        notes["answers dropped: not in the context"] += 1
+        return None
+    notes["answers found at another place than given"] += 1
+    return min(found, key=lambda span: abs(span[0] - start))
+
+
+def _agreed(context: str, place: Span, places: list[Span], notes: Counter[str]) -> Span:
+    """The occurrence of an answer that overlaps most of the other places; the given one on a tie."""
+    others = [each for each in places if each != place]  # the same guess made twice supports nothing
+
+    def support(span: Span) -> int:
+        return sum(span[0] < high and low < span[1] for low, high in others)
+
+    best = max([place, *_occurrences(context, context[slice(*place)])], key=support)
+    if best != place:
+        notes["answers moved to where the annotators agree"] += 1
+    return best
+
+
+def _occurrences(context: str, answer: str) -> list[Span]:
+    spans: list[Span] = []
+    start = context.find(answer) if answer else -1
+    while start >= 0:
+        spans.append((start, start + len(answer)))
+        start = context.find(answer, start + 1)
+    return spans

@@ -1,0 +1,313 @@
+"""Put a coupling into the attention layers of a model that somebody else wrote.
+
+Every attention layer of the field begins alike: project the tokens to queries and keys, cut them into
+heads, then normalise and rotate. A coupling belongs between the first two, so nothing of the model's code
+has to be known but the names of its projections (`qkflow.anatomy` finds them). `attach` gives each layer
+
+- a child `coupling`, whose weights are all that is added: names, weights and hooks of the model stay; and
+- a class of its own, a subclass of the one it had, whose forward runs the model's own forward, unchanged,
+  on a *view* of the layer: the same layer in everything but that its projections hand out coupled queries
+  and keys.
+
+The view lives for one call. So nothing is kept between calls that caches, recomputation in the backward
+pass, threads or `torch.compile` could trip over, and whatever stands in the place of a projection (LoRA, a
+quantised layer, an offloaded one) is called as the model would call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.anatomy import Layout, Site, fold_drift, placement, refuse_unfoldable, self_attentions
+from qkflow.attention import couplings
+from qkflow.attention.heads import Heads
+from qkflow.attention.registry import Spec
+from qkflow.attention.starts import Draw, Start, Startable
+from qkflow.errors import InputError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a coupled layer has to know: its coupling, and where its queries and keys come from."""
+
+    spec: str
+    q: str
+    k: str
+    heads: Heads
+    layout: Layout | None
+
+
+class CoupledAttention(nn.Module):
+    """The part of a coupled layer that is ours; `coupled_class` puts it in front of the model's own class."""
+
+    roles: ClassVar[dict[str, str]] = {"coupling": "coupling"}
+    original: ClassVar[type[nn.Module]]
+    coupling: nn.Module
+    coupling_plan: Plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        view = (SeparateView if self.coupling_plan.layout is None else FusedView)(self)
+        out = self.original.forward(view, *args, **kwargs)
+        view.finish()
+        return out
+
+    def __reduce__(self) -> Any:
+        # a class made at run time cannot be found by its name, so copies and pickles make it anew
+        return _empty, (self.original,), self.__dict__
+
+
+_classes: dict[type[nn.Module], type[CoupledAttention]] = {}
+
+
+def coupled_class(original: type[nn.Module]) -> type[CoupledAttention]:
+    if original not in _classes:
+        name = f"Coupled{original.__name__}"
+        _classes[original] = type(name, (CoupledAttention, original), {"original": original})
+    return _classes[original]
+
+
+def _empty(original: type[nn.Module]) -> nn.Module:
+    cls = coupled_class(original)
+    return cls.__new__(cls)
+
+
+class View:
+    """A layer as its own forward sees it for one call."""
+
+    def __init__(self, layer: CoupledAttention) -> None:
+        self.coupled_layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.coupled_layer, name)
+
+    def couple(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Couple (…, T, H, D) and (…, T, G, D); what comes out has the precision that went in."""
+        coupling = self.coupled_layer.coupling
+        if torch.is_autocast_enabled(q.device.type):
+            # a coupling is small and works in the precision of its own weights
+            own = next(coupling.parameters(), q).dtype
+            with torch.autocast(q.device.type, enabled=False):
+                new_q, new_k = coupling(q.to(own), k.to(own))
+        else:
+            new_q, new_k = coupling(q, k)
+        return new_q.to(q.dtype), new_k.to(k.dtype)
+
+    def finish(self) -> None:
+        """The layer's forward is over."""
+
+
+class SeparateView(View):
+    """Whichever projection is asked first, both run; the other's half is kept until it is asked for."""
+
+    def __init__(self, layer: CoupledAttention) -> None:
+        super().__init__(layer)
+        self.coupled_input: Tensor | None = None
+        self.coupled_halves: dict[str, Tensor] = {}
+        setattr(self, layer.coupling_plan.q, self.queries)
+        setattr(self, layer.coupling_plan.k, self.keys)
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self._half("q", x)
+
+    def keys(self, x: Tensor) -> Tensor:
+        return self._half("k", x)
+
+    def _half(self, which: str, x: Tensor) -> Tensor:
+        if self.coupled_input is None:
+            self._project(x)
+        elif self.coupled_input is not x:
+            raise InputError(
+                f"{type(self.coupled_layer).__name__} projects queries and keys from different tensors, as "
+                "cross-attention does, so no token has both: detach this layer"
+            )
+        return self.coupled_halves.pop(which)
+
+    def _project(self, x: Tensor) -> None:
+        layer, plan = self.coupled_layer, self.coupled_layer.coupling_plan
+        q, k = getattr(layer, plan.q)(x), getattr(layer, plan.k)(x)
+        size = plan.heads.size
+        new_q, new_k = self.couple(
+            q.view(-1, q.shape[-2], plan.heads.queries, size), k.view(-1, k.shape[-2], plan.heads.keys, size)
+        )
+        self.coupled_input = x
+        self.coupled_halves = {"q": new_q.reshape(q.shape), "k": new_k.reshape(k.shape)}
+
+    def finish(self) -> None:
+        if len(self.coupled_halves) == 1:
+            raise InputError(
+                f"{type(self.coupled_layer).__name__} used its query without its own key, as layers do that "
+                "share another layer's keys: detach this layer"
+            )
+
+
+class FusedView(View):
+    """One projection gives queries, keys and values: cut, couple, and put together again."""
+
+    def __init__(self, layer: CoupledAttention) -> None:
+        super().__init__(layer)
+        setattr(self, layer.coupling_plan.q, self.fused)
+
+    def fused(self, x: Tensor) -> Tensor:
+        layer, plan = self.coupled_layer, self.coupled_layer.coupling_plan
+        assert plan.layout is not None
+        out: Tensor = getattr(layer, plan.q)(x)
+        q, k, v = plan.layout.split(out.view(-1, *out.shape[-2:]))
+        return plan.layout.join(*self.couple(q, k), v).view(out.shape)
+
+
+def attach(
+    model: nn.Module,
+    coupling: str | Spec = "affine",
+    *,
+    layers: Iterable[int] | None = None,
+    start: str | Start = "gpt2",
+    seed: int | None = None,
+    freeze_base: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Couple the queries and keys of a `transformers` model (or one built like it), in place.
+
+        model = AutoModelForCausalLM.from_pretrained("gpt2")
+        attach(model, "affine", hidden=16)            # the same as "affine:hidden=16"
+
+    layers         numbers of the attention layers, counted from 0 (negative: from the end); default all
+    start, seed    how the coupling's networks start; a seed makes it repeatable
+    freeze_base    train the coupling alone
+
+    Couplings that start as the identity (`affine`) leave the model's output bit for bit as it was.
+    """
+    given = Spec.parse(coupling)
+    spec = couplings.check(Spec(given.name, {**given.options, **options}))
+    base = inner_model(model)  # names, and with them seeded starts, are those of the model itself
+    sites = _choose(self_attentions(base), layers)
+    for site in sites:
+        refuse_coupled(site)
+    seed = int(torch.randint(2**62, ())) if seed is None else seed
+    for site in sites:
+        part = couplings.build(spec, site.heads, placement(site.module.get_submodule(site.q), base))
+        _start(part, Draw(Start.parse(start), seed, len(sites), f"{site.name}.coupling"))
+        couple_site(site, str(spec), part)
+    if freeze_base:
+        freeze(model)
+    return model
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside what `torch.compile`, data parallelism and PEFT wrap around it."""
+    for attribute in ("_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module):
+            return inner_model(inner)
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if callable(get_base) else model
+
+
+def couple_site(site: Site, spec: str, part: nn.Module) -> None:
+    """Give one layer its coupling and its class."""
+    layer = site.module
+    part.train(layer.training)
+    layer.coupling = part
+    layer.coupling_plan = Plan(spec, site.q, site.k, site.heads, site.layout)  # type: ignore[assignment]
+    _change_class(layer, coupled_class(type(layer)))
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Take every coupling off again, in place: the model is what it was before `attach`."""
+    for _, layer in attached(model):
+        del layer.coupling, layer.coupling_plan
+        _change_class(layer, layer.original)
+    return model
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Fold every `drift` into the query projections, in place: a plain `transformers` model remains.
+
+    q + Δ·k = (W_Q + Δ·W_K)·x for each head, so the output stays the same up to rounding.
+    """
+    layers = list(attached(model))
+    if not layers:
+        raise InputError("no coupling is attached to this model, so there is nothing to merge")
+    sites = {site.name: site for site in self_attentions(model)}
+    for name, layer in layers:  # all of them are checked before the first is changed
+        if Spec.parse(layer.coupling_plan.spec).name != "drift":
+            raise InputError(
+                f"'{name}' has the coupling '{layer.coupling_plan.spec}', which is not linear and cannot "
+                "become weights: only 'drift' merges; keep the coupling attached and save it with hub.save"
+            )
+        refuse_unfoldable(sites[name])
+    for name, layer in layers:
+        fold_drift(sites[name], layer.coupling.fold())  # type: ignore[operator]
+    return detach(model)
+
+
+def attached(model: nn.Module) -> list[tuple[str, CoupledAttention]]:
+    """The coupled layers of a model and their names."""
+    found = model.named_modules()
+    return [(name, module) for name, module in found if isinstance(module, CoupledAttention)]
+
+
+def freeze(model: nn.Module) -> None:
+    """Train the couplings, and adapters that PEFT has put in, but nothing of the model itself."""
+    for name, parameter in model.named_parameters():
+        if ".coupling." in name:
+            parameter.requires_grad_(True)
+        elif "lora_" not in name and ".modules_to_save." not in name:
+            parameter.requires_grad_(False)
+
+
+def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
+    """Print and return how many parameters train, belong to couplings, and exist."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    added = sum(p.numel() for _, layer in attached(model) for p in layer.coupling.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    print(
+        f"trainable params: {trainable:,} || coupling: {added:,} || all params: {total:,} || "
+        f"trainable%: {100 * trainable / max(total, 1):.4f}"
+    )
+    return trainable, added, total
+
+
+def _choose(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
+    if layers is None:
+        return sites
+    chosen = []
+    for layer in dict.fromkeys(layers):
+        if not -len(sites) <= layer < len(sites):
+            raise InputError(f"there is no attention layer {layer}: the model has {len(sites)}, from 0")
+        chosen.append(sites[layer])
+    if not chosen:
+        raise InputError("layers is empty: name at least one attention layer, or leave it out for all")
+    return chosen
+
+
+def refuse_coupled(site: Site) -> None:
+    if isinstance(site.module, CoupledAttention):
+        raise InputError(
+            f"'{site.name}' already has the coupling '{site.module.coupling_plan.spec}': detach(model) first"
+        )
+    if hasattr(site.module, "coupling"):
+        raise InputError(f"'{site.name}' has an attribute `coupling` of its own, so none can be attached")
+    if "forward" in vars(site.module) and "_old_forward" not in vars(site.module):
+        raise InputError(
+            f"the forward of '{site.name}' has been replaced on the layer itself, so a coupling would never "
+            "run: attach first, then add what replaced it"
+        )
+
+
+def _change_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+    layer.__class__ = cls
+    if "_old_forward" in vars(layer):  # accelerate hooks a layer by keeping its old forward, bound
+        layer._old_forward = MethodType(cls.forward, layer)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _start(part: nn.Module, draw: Draw) -> None:
+    for name, module in part.named_modules():
+        if isinstance(module, Startable):
+            module.start_parameters(Draw(draw.start, draw.seed, draw.layers, f"{draw.prefix}.{name}"))

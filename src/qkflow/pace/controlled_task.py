@@ -1,0 +1,71 @@
+"""The controlled task of Vashisht & Ramaswamy (ICML 2026, arXiv 2608.06776), as token counts.
+
+Fifty tokens. Ids 0–9 are common to all four classes; class i alone also draws ids 10(i+1)…10(i+1)+9, the
+distinct tokens, the j-th (from 1) with a tenth of j times the weight of a common one. A sequence is T−2
+tokens drawn independently, then the query token 5+i; the model must name the label token 1+i.
+
+No token has a position, so attention and output depend on the counts of the tokens alone: a batch is a matrix
+of counts, whatever the length.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qkflow.errors import InputError
+
+VOCABULARY = 50
+CLASSES = 4
+COMMON = 10  # ids below this are common, the others distinct
+FIRST_LABEL = 1
+FIRST_QUERY = 5
+
+# One urn a class: a common token has ten tickets, the j-th distinct one j. A uniform ticket is a token.
+_TICKETS = np.repeat(np.arange(2 * COMMON), np.concatenate([np.full(COMMON, 10), np.arange(1, COMMON + 1)]))
+_URNS = np.stack([_TICKETS + np.where(_TICKETS < COMMON, 0, COMMON * i) for i in range(CLASSES)])
+
+
+class Stream:
+    """The batches of one seed, the same for every setting of equal length and batch size.
+
+    `balanced` gives every class the same share of each batch instead of drawing the class of every sequence.
+    """
+
+    def __init__(self, seed: int, length: int, batch: int, balanced: bool = False) -> None:
+        if length < 3:
+            raise InputError(
+                f"a sequence needs a context token, a query and a label: length 3 or more, not {length}"
+            )
+        if batch < 1 or (balanced and batch % CLASSES):
+            wanted = f"a positive multiple of {CLASSES}" if balanced else "positive"
+            raise InputError(f"the batch size must be {wanted}, not {batch}")
+        self.length, self.batch, self.balanced = length, batch, balanced
+        self._random = np.random.default_rng(seed)
+
+    def sequences(self, steps: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Input tokens (steps, batch, length − 1), the query last, and classes (steps, batch)."""
+        if self.balanced:
+            classes = np.tile(np.repeat(np.arange(CLASSES), self.batch // CLASSES), (steps, 1))
+        else:
+            classes = self._random.integers(0, CLASSES, (steps, self.batch))
+        shape = (steps, self.batch, self.length - 2)
+        tickets = self._random.integers(0, _URNS.shape[1], shape, dtype=np.uint16)
+        tickets += (classes * _URNS.shape[1]).astype(np.uint16)[..., None]
+        tokens = np.concatenate([_URNS.ravel()[tickets], FIRST_QUERY + classes[..., None]], axis=-1)
+        return tokens, classes
+
+    def take(self, steps: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batches: counts (steps, batch, 50) and one-hot classes (steps, batch, 4)."""
+        tokens, classes = self.sequences(steps)
+        one_hot = torch.from_numpy(classes[..., None] == np.arange(CLASSES)).to(dtype)
+        return torch.from_numpy(count_tokens(tokens)).to(dtype), one_hot
+
+
+def count_tokens(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How often each of the fifty ids occurs in each sequence: (…, length) → (…, 50)."""
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    offsets = np.arange(len(rows))[:, None] * VOCABULARY
+    counts = np.bincount((rows + offsets).ravel(), minlength=len(rows) * VOCABULARY)
+    return counts.reshape(*tokens.shape[:-1], VOCABULARY)
