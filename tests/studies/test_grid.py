@@ -67,11 +67,12 @@ def test_the_config_a_worker_reads() -> None:
     question = replace(ASK, variants=("leapfrog:n=7+differential+slow:P=8+pace=4@fan_in",), controls=())
     cell = build_grid(question).contestants[1].cells[0]
     config = run_config(question, cell, seed=2, lr=1e-3, tokens=4096, data={"fingerprint": "abc"})
+    slow = config["model"].pop("slow")
+    assert (slow["ratio"], slow["layers"], slow["start"]) == (8, 2, 0.0)
     assert config["model"] == {
         "preset": "tiny",
         "attention": {"coupling": "leapfrog:n=7", "scoring": "differential"},
         "start": "fan_in",
-        "timescale": "slow:P=8",
     }
     assert config["data"] == {
         "corpus": "speeches",

@@ -26,6 +26,7 @@ GPT2, FAN_IN, MIMETIC = Start("gpt2"), Start("fan_in"), Start.parse("mimetic")
         ("affine+differential", Variant(coupling="affine", scoring="differential")),
         ("differential+affine", Variant(coupling="affine", scoring="differential")),
         ("slow:closed", Variant(timescale="slow:closed")),
+        ("slow:warm-gate", Variant(timescale="slow:warm-gate")),
         ("dense-matched", Variant(timescale="dense-matched")),
         ("euler+slow:P=8", Variant(coupling="euler", timescale="slow:P=8")),
         ("standard+pace=4", Variant(pace="4")),

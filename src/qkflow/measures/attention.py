@@ -56,7 +56,7 @@ def probe(model: Decoder, ids: Tensor, *, keep_weights: bool = False) -> list[La
     training = model.training
     model.eval()
     try:
-        with _captured(model) as inputs:
+        with _captured(model.blocks) as inputs:  # a slow path's layers have tokens of another kind
             model.forward(ids)  # not model(…): what is compiled calls no hooks
         return [_measure(layer, x, keep_weights) for layer, x in inputs.items()]
     finally:

@@ -148,8 +148,6 @@ def run_config(
         "attention": {"coupling": variant.coupling, "scoring": variant.scoring},
         "start": str(cell.start),
     }
-    if variant.timescale:
-        model["timescale"] = variant.timescale
     train: dict[str, Any] = {
         "tokens": tokens,
         "batch": question.batch,
@@ -161,6 +159,11 @@ def run_config(
     }
     if variant.pace:
         train["pace"] = float(variant.pace)
+    if variant.timescale:
+        from qkflow.timescale.variants import variant as timescale
+
+        changes = timescale(variant.timescale, model, question.length)
+        model, train = {**model, **changes.model}, {**train, **changes.train}
     corpus = {"corpus": question.data, "tokenizer": question.tokenizer, "length": question.length}
     return {"model": model, "data": {**corpus, **(data or {})}, "train": train}
 

@@ -37,7 +37,7 @@ _FIXED: dict[str, tuple[str, ...]] = {
 
 _VALUE = r"[A-Za-z0-9_.\-]+"
 _NUMBER = r"\d+(\.\d+)?(e-?\d+)?"
-_OPTION = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*(={_VALUE})?")
+_OPTION = re.compile(rf"[A-Za-z_][A-Za-z0-9_\-]*(={_VALUE})?")
 _PART = re.compile(rf"(?P<name>[A-Za-z_][A-Za-z0-9_\-]*)(=(?P<value>{_VALUE}))?")
 
 

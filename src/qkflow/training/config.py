@@ -60,6 +60,7 @@ class TrainConfig:
     eps: float = 1e-8
     clip: float = 1.0  # largest norm of the gradient; 0 = any
     pace: float | dict[str, Any] | None = None  # how much faster the query-key circuit learns
+    freeze: tuple[str, ...] = ()  # roles that stay as they start, e.g. [slow]
     seed: int = 0
     # How it is computed.
     precision: Precision = "fp32"

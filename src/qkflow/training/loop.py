@@ -258,10 +258,12 @@ class Run:
         if self.team.sharded or not self.team.leads:  # a shard alone cannot run a layer
             return
         from qkflow.measures.attention import probe, summary
+        from qkflow.timescale.measures import slow_measures
 
         inputs, _ = next(iter(self.held_out))
         ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.team.device)
-        self._write("probe", **summary(probe(self.stepper.decoder, ids)))
+        decoder = self.stepper.decoder
+        self._write("probe", **summary(probe(decoder, ids)), **slow_measures(decoder, ids))
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from qkflow.models import Decoder
 from qkflow.models.loss import Reduction, cross_entropy
+from qkflow.roles import freeze
 from qkflow.training.config import TrainConfig
 from qkflow.training.optim import AdamW, clip_gradients, pace_multipliers, parameter_groups
 from qkflow.training.parallel import Team
@@ -46,6 +47,7 @@ class Stepper:
         decoder.checkpoint_blocks = config.checkpoint_blocks
         if config.compile:
             decoder.compile(**({} if config.compile is True else {"backend": config.compile}))
+        freeze(decoder, config.freeze)
         objective = Objective(decoder)
         team.shard(objective, iter(decoder.blocks))
         multipliers = pace_multipliers(config.pace, decoder)
