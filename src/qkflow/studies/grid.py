@@ -26,7 +26,7 @@ MATCHES = ("tokens", "time", "flops")
 TUNING_SEED = 10_000  # learning rates are chosen on a seed that takes no part in the comparison
 CALIBRATION_SEEDS = (20_000, 20_001, 20_002)
 CALIBRATION_STEPS = 20
-EVALUATIONS = 20  # points on a run's loss curve
+EVALUATIONS = 10  # points on a run's loss curve
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,7 @@ def run_config(
         "schedule": question.schedule,
         "seed": seed,
         "evaluations": EVALUATIONS,
+        "eval_tokens": max(8_192, min(tokens // EVALUATIONS, 32_768)),  # a fraction of what training costs
         "device": question.device,
     }
     if variant.pace:
