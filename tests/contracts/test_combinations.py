@@ -161,6 +161,22 @@ def test_bf16_stays_close(case: dict[str, object]) -> None:
 
 
 @each_case
+def test_autocast_trains_and_decodes(case: dict[str, object]) -> None:
+    """Weights in float32, tokens in bfloat16, as everyone trains in mixed precision."""
+    layer = make(case, dtype=torch.float32)
+    x = inputs(length=40).float()  # enough tokens for the shortcuts through products of weights
+    exact = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = layer(x)
+        with torch.no_grad():
+            cached = layer(x, cache=layer.new_cache(2, 40))
+    rough.float().square().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+    for out in (rough, cached):
+        assert ((out.float() - exact).norm() / exact.norm()).item() < 0.1
+
+
+@each_case
 def test_captured_whole_by_the_compiler(case: dict[str, object]) -> None:
     torch.compiler.reset()
     layer = make(case, dtype=torch.float32)

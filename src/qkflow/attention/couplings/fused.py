@@ -5,7 +5,8 @@ once and the low-rank part is added to it in place; every product has its small 
 N = B·T tokens last, (ρ × D)·(D × N), which the batched product likes best by far; and the steps are
 recomputed in the backward pass instead of kept.
 
-A compiler makes its own passes, so it is shown the same in plain operations.
+A compiler makes its own passes, so it is shown the same in plain operations. Under autocast tokens come in
+low precision and weights do not; the tokens' precision is the one that is computed in.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Grads = tuple[Tensor | None, ...]
 
 def couple(q: Tensor, k: Tensor, weights: Weights, folded: bool) -> tuple[Tensor, Tensor]:
     """(q, k) of shapes (B, T, H, D), (B, T, G, D) at the end of the trajectory, but for what b2 adds."""
-    w = weights
+    w = weights.to(q.dtype)
     if torch.compiler.is_compiling():
         u, key_latent = _entries(q, k, w.w1, w.b1, w.rows, w.rule, folded)
         path = walk(w.rule, u, None if key_latent is None else w.rows * key_latent, w.mix, w.pull)
@@ -43,6 +44,7 @@ def couple(q: Tensor, k: Tensor, weights: Weights, folded: bool) -> tuple[Tensor
 
 def add_low_rank(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
     """base (B, T, H, D) + coefficientsᵀ·rows, for coefficients (H, ρ, N) and rows (H, ρ, D)."""
+    coefficients, rows = coefficients.to(base.dtype), rows.to(base.dtype)
     if torch.compiler.is_compiling():
         return base + _plain_product(coefficients, rows, base)
     out: Tensor = _AddLowRank.apply(base, coefficients, rows)
@@ -52,11 +54,12 @@ def add_low_rank(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
 def add_low_rank_(base: Tensor, coefficients: Tensor, rows: Tensor) -> None:
     """The same in place, without gradients; base may be a slice of a wider product."""
     heads = base.view(-1, *base.shape[2:]).transpose(0, 1)  # a view for sure: a copy would be lost
-    heads.baddbmm_(coefficients.transpose(1, 2), rows)
+    heads.baddbmm_(coefficients.transpose(1, 2).to(base.dtype), rows.to(base.dtype))
 
 
 def enter(x: Tensor, w1: Tensor) -> Tensor:
     """W1·x of (B, T, H, D) tokens for W1 (H, ρ, D): latents (H, ρ, N)."""
+    w1 = w1.to(x.dtype)
     if torch.compiler.is_compiling():
         return torch.bmm(w1, _by_head(x).transpose(1, 2))
     out: Tensor = _Enter.apply(x, w1)
@@ -68,6 +71,7 @@ def scale_and_shift(x: Tensor, latent: Tensor, scale: Tensor, shift: Tensor, bou
 
     latent is (H, ρ, N), scale and shift are (H, ρ, D).
     """
+    latent, scale, shift = (t.to(x.dtype) for t in (latent, scale, shift))
     if torch.compiler.is_compiling():
         stretch = torch.exp(bound * torch.tanh(_plain_product(latent, scale, x)))
         return x * stretch + _plain_product(latent, shift, x)

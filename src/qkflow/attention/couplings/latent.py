@@ -19,6 +19,7 @@ W2' = [Δ_h·W2_h / R] side by side.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,13 @@ class Weights:
     projection: Tensor | None = None  # rows of W_Q + nΔ·W_K, then of the latents (inference only)
     projection_bias: Tensor | None = None
 
+    def to(self, dtype: torch.dtype) -> Weights:
+        """The same in another precision."""
+        if self.total.dtype == dtype == self.mix.dtype:
+            return self
+        cast: dict[str, Any] = {k: v.to(dtype) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        return replace(self, **cast)
+
 
 class LatentCoupling(Coupling):
     """What euler and leapfrog share: a force, a step size, and the trajectory in latent space."""
@@ -94,7 +102,7 @@ class LatentCoupling(Coupling):
         entry, entry_bias = self._entry(qk, weights, qk.q.weight, qk.q.bias)
         latent = entry @ x.flatten(0, 1).t()
         u, _ = self._latents(latent if entry_bias is None else latent + entry_bias, weights)
-        path = walk(weights.rule, u, None, weights.mix, weights.pull)  # one step: A stays zero
+        path = walk(weights.rule, u, None, weights.mix, weights.pull)  # one step: A stays zero, mix unused
         return self._add_bias(q, add_low_rank(qk.keys(x), path.beta, weights.exit_k), weights)
 
     def _latents(self, rows: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
@@ -158,6 +166,7 @@ class LatentCoupling(Coupling):
         weights = self._remembered(lambda: self._with_projection(qk), self.step, self.network, qk.q, qk.k)
         assert weights.projection is not None
         wide = F.linear(x, weights.projection, weights.projection_bias)
+        weights = weights.to(wide.dtype)
         after_q = heads.queries * heads.size
         after_k = after_q + heads.keys * heads.size
         q = wide[..., :after_q].unflatten(-1, (heads.queries, heads.size))
