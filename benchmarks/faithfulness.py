@@ -20,14 +20,18 @@ from qkflow.measures.faithfulness import Text, measure, measure_one_by_one
 
 
 class OneLayer(nn.Module):
-    """Embedding, one attention block with its MLP, and a class read at the last real token."""
+    """Embedding, one attention block with its MLP, and a class read at the last real token.
+
+    Nothing is computed that the class does not depend on: of the one layer, only the row that is read.
+    """
 
     def __init__(self, vocabulary: int = 30_522, width: int = 64, heads: int = 4, size: int = 64) -> None:
         super().__init__()
         self.heads = heads
         self.embedding = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(256, width)
-        self.qkv = nn.Linear(width, 3 * heads * size)
+        self.query = nn.Linear(width, heads * size)
+        self.key, self.value = nn.Linear(width, heads * size), nn.Linear(width, heads * size)
         self.out = nn.Linear(heads * size, width)
         self.mlp = nn.Sequential(nn.Linear(width, 256), nn.GELU(), nn.Linear(256, width))
         self.head = nn.Linear(width, 3)
@@ -37,13 +41,14 @@ class OneLayer(nn.Module):
 
     def attend(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
         x = self.embedding(ids) + self.positions.weight[: ids.shape[1]]
-        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = parts.unbind(0)
-        scores = (q @ k.mT).mul_(q.shape[-1] ** -0.5)
-        weights = scores.masked_fill_(~mask[:, None, None], -torch.inf).softmax(-1)
-        x = x + self.out((weights @ v).transpose(1, 2).flatten(-2))
-        x = x + self.mlp(x)
-        return self.head(x[torch.arange(len(x)), self.read(mask)]).softmax(-1), [weights]
+        last = x[torch.arange(len(x)), self.read(mask)]
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)) for part in (self.query(last), self.key(x), self.value(x))
+        )
+        scores = torch.einsum("bhd,bthd->bht", q, k) * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
+        last = last + self.out(torch.einsum("bht,bthd->bhd", weights, v).flatten(-2))
+        return self.head(last + self.mlp(last)).softmax(-1), [weights[:, :, None]]
 
     def probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.attend(ids, mask)[0]

@@ -77,6 +77,14 @@ class BagOfWeights:
         return torch.zeros(len(mask), dtype=torch.long)
 
 
+class OneRow(BagOfWeights):
+    """Gives the row that is read and no other."""
+
+    def attend(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+        probabilities, layers = super().attend(ids, mask)
+        return probabilities, [layers[0][:, :, :1]]
+
+
 def some_texts(number: int = 12, longest: int = 30) -> list[Text]:
     random = np.random.default_rng(1)
     texts = []
@@ -184,6 +192,9 @@ def test_rollout_is_the_product_of_layers() -> None:
     assert torch.allclose(rollout(layers, read, residual=0.3), expected, atol=1e-14)
     assert torch.allclose(rollout(layers[:1], read, 0.0), attention_row(layers[:1], read), atol=1e-14)
     assert (max_pool(layers, read) >= attention_row(layers, read) - 1e-15).all()
+    one_row = layers[-1][torch.arange(3), :, read][:, :, None]  # all that is needed of the last layer
+    for ranking in (rollout, attention_row, max_pool):
+        assert torch.allclose(ranking([*layers[:-1], one_row], read), ranking(layers, read), atol=1e-14)
 
 
 def test_integrated_gradients_add_up() -> None:
@@ -232,6 +243,7 @@ def test_a_gradient_ranking_beats_chance_where_one_token_decides() -> None:
         (lambda: Text("p7", [1, 2, 3], [[True]]), "post p7: a rationale covers 1 tokens, the text has 3"),
         (lambda: Text("p8", []), "post p8 has no tokens"),
         (lambda: measure(BagOfWeights(), []), "no texts"),
+        (lambda: measure(OneRow(), [Text("a", [1])], rules=PUBLISHED), "must give all of its rows"),
         (lambda: measure(BagOfWeights(), [Text("a", [1])], ks=[0]), "k is a percentage"),
         (lambda: measure(BagOfWeights(), [Text("a", [1])], source="rolout"), "did you mean 'rollout'"),
         (lambda: measure(BagOfWeights(), [Text("a", [1])], source="gradient"), "needs a model with embed"),

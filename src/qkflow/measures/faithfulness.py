@@ -217,6 +217,8 @@ def _judge(
     with torch.no_grad():
         probabilities, layers = model.attend(ids, mask)
     p, predicted = probabilities.max(-1)
+    if rules.first_head_at_end and layers[0].shape[2] != ids.shape[1]:
+        raise InputError("the published rules read attention at the end: the model must give all of its rows")
     if rules.first_head_at_end and source == "rollout":
         ranked = rollout(layers, torch.full_like(predicted, ids.shape[1] - 1), residual=0.0)
     else:

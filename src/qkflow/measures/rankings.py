@@ -23,7 +23,10 @@ class Classifier(Protocol):
         """(B, classes) for a padded batch (B, T)."""
 
     def attend(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The same, and the attention weights of each layer, (B, H, T, T)."""
+        """The same, and the attention weights of each layer, (B, H, T, T).
+
+        The last layer may give the row of the read position alone, (B, H, 1, T): no ranking needs another.
+        """
 
     def read(self, mask: Tensor) -> Tensor:
         """The position (B,) whose output the class is read from."""
@@ -59,7 +62,8 @@ def rollout(layers: Sequence[Tensor], read: Tensor, residual: float = 0.5) -> Te
     for layer in reversed(layers):
         mixing = layer.mean(1)
         mixing = mixing / mixing.sum(-1, keepdim=True).clamp_min(torch.finfo(mixing.dtype).tiny)
-        flow = residual * flow + (1 - residual) * torch.bmm(flow[:, None], mixing)[:, 0]
+        passed = mixing[:, 0] if mixing.shape[1] == 1 else torch.bmm(flow[:, None], mixing)[:, 0]
+        flow = residual * flow + (1 - residual) * passed
     return flow
 
 
@@ -83,6 +87,8 @@ def integrated_gradients(
 
 
 def _row(weights: Tensor, read: Tensor) -> Tensor:
+    if weights.shape[1] == 1:
+        return weights[:, 0]
     return weights.gather(1, read[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
 
 
