@@ -25,7 +25,8 @@ from qkflow.studies.grid import Run
 # Twenty steps of a tenth of a second each: long enough to be interrupted, for sure.
 ASK = {"variants": "sleepy", "starts": "gpt2", "seeds": 1, "verdict": False, "jobs": 2}
 SCRIPT = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background inherits deafness to it
 sys.path.insert(0, sys.argv[3])
 from toy_study import TOY
 from qkflow.studies import compare
