@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from qkflow.anatomy import Layout, Site, fold_drift, placement, refuse_unfoldable, self_attentions
 from qkflow.attention import couplings
+from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.heads import Heads
 from qkflow.attention.registry import Spec
 from qkflow.attention.starts import Draw, Start, Startable
@@ -41,6 +42,7 @@ class Plan:
     k: str
     heads: Heads
     layout: Layout | None
+    circuit: FactorisedQK | None  # the very projections, for couplings that can make use of their weights
 
 
 class CoupledAttention(nn.Module):
@@ -81,21 +83,25 @@ class View:
     """A layer as its own forward sees it for one call."""
 
     def __init__(self, layer: CoupledAttention) -> None:
+        if not torch.compiler.is_compiling():
+            # at hand, so that they need not be looked up one by one, which generation would feel
+            vars(self).update(vars(layer))
+            vars(self).update(layer._modules)
         self.coupled_layer = layer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.coupled_layer, name)
 
     def couple(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Couple (…, T, H, D) and (…, T, G, D); what comes out has the precision that went in."""
+        """Couple (B, T, H, D) and (B, T, G, D); what comes out has the precision that went in."""
         coupling = self.coupled_layer.coupling
-        if torch.is_autocast_enabled(q.device.type):
-            # a coupling is small and works in the precision of its own weights
-            own = next(coupling.parameters(), q).dtype
-            with torch.autocast(q.device.type, enabled=False):
-                new_q, new_k = coupling(q.to(own), k.to(own))
-        else:
-            new_q, new_k = coupling(q, k)
+        if not torch.is_autocast_enabled(q.device.type):
+            out: tuple[Tensor, Tensor] = coupling(q, k)
+            return out
+        # a coupling is small and works in the precision of its own weights
+        own = next(coupling.parameters(), q).dtype
+        with torch.autocast(q.device.type, enabled=False):
+            new_q, new_k = coupling(q.to(own), k.to(own))
         return new_q.to(q.dtype), new_k.to(k.dtype)
 
     def finish(self) -> None:
@@ -129,14 +135,35 @@ class SeparateView(View):
         return self.coupled_halves.pop(which)
 
     def _project(self, x: Tensor) -> None:
-        layer, plan = self.coupled_layer, self.coupled_layer.coupling_plan
-        q, k = getattr(layer, plan.q)(x), getattr(layer, plan.k)(x)
-        size = plan.heads.size
-        new_q, new_k = self.couple(
-            q.view(-1, q.shape[-2], plan.heads.queries, size), k.view(-1, k.shape[-2], plan.heads.keys, size)
-        )
+        plan, parts = self.coupled_layer.coupling_plan, self.coupled_layer._modules
+        to_q, to_k = parts[plan.q], parts[plan.k]
+        assert to_q is not None
+        assert to_k is not None
+        if plan.circuit is not None and self._together(plan.circuit, to_q, to_k, x):
+            q, k = self.coupled_layer.coupling.from_input(x, plan.circuit)  # type: ignore[operator]
+        else:
+            q, k = to_q(x), to_k(x)
+            q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
+            k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
+            q, k = self.couple(q, k)
         self.coupled_input = x
-        self.coupled_halves = {"q": new_q.reshape(q.shape), "k": new_k.reshape(k.shape)}
+        q, k = q.flatten(2), k.flatten(2)
+        if x.dim() != 3:
+            q, k = q.view(*x.shape[:-1], -1), k.view(*x.shape[:-1], -1)
+        self.coupled_halves = {"q": q, "k": k}
+
+    def _together(self, circuit: FactorisedQK, to_q: nn.Module, to_k: nn.Module, x: Tensor) -> bool:
+        """Whether projecting and coupling may be one: nothing has been put in anything's place since."""
+        parts = circuit._modules
+        return (
+            parts["q"] is to_q
+            and parts["k"] is to_k
+            and _untouched(to_q)
+            and _untouched(to_k)
+            and x.dim() == 3
+            and isinstance(self.coupled_layer._modules["coupling"], couplings.Coupling)
+            and not torch.is_autocast_enabled(x.device.type)
+        )
 
     def finish(self) -> None:
         if len(self.coupled_halves) == 1:
@@ -213,7 +240,8 @@ def couple_site(site: Site, spec: str, part: nn.Module) -> None:
     layer = site.module
     part.train(layer.training)
     layer.coupling = part
-    layer.coupling_plan = Plan(spec, site.q, site.k, site.heads, site.layout)  # type: ignore[assignment]
+    plan = Plan(spec, site.q, site.k, site.heads, site.layout, _circuit(site, part))
+    layer.coupling_plan = plan  # type: ignore[assignment]
     _change_class(layer, coupled_class(type(layer)))
 
 
@@ -298,6 +326,30 @@ def refuse_coupled(site: Site) -> None:
             f"the forward of '{site.name}' has been replaced on the layer itself, so a coupling would never "
             "run: attach first, then add what replaced it"
         )
+
+
+def _circuit(site: Site, part: nn.Module) -> FactorisedQK | None:
+    """The layer's own projections as a circuit of ours, for couplings that use products of their weights."""
+    q, k = site.module.get_submodule(site.q), site.module.get_submodule(site.k)
+    if getattr(type(part), "from_input", None) is couplings.Coupling.from_input:
+        return None
+    if site.layout is not None or not isinstance(q, nn.Linear) or not isinstance(k, nn.Linear):
+        return None
+    if (q.bias is None) != (k.bias is None) or not _untouched(q) or not _untouched(k):
+        return None
+    circuit = FactorisedQK(1, Heads(1, 1, 1, 1, 1, 1, 1), bias=False, device="meta")
+    circuit.heads, circuit.q, circuit.k = site.heads, q, k
+    return circuit
+
+
+def _untouched(projection: nn.Module) -> bool:
+    """Whether calling this layer is no more than a product with its weight."""
+    return (
+        type(projection) is nn.Linear
+        and "forward" not in projection.__dict__
+        and not projection._forward_hooks
+        and not projection._forward_pre_hooks
+    )
 
 
 def _change_class(layer: nn.Module, cls: type[nn.Module]) -> None:
