@@ -26,7 +26,7 @@ from qkflow.studies.grid import Run
 ASK = {"variants": "sleepy", "starts": "gpt2", "seeds": 1, "verdict": False, "jobs": 2}
 SCRIPT = """
 import json, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background inherits deafness to it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is deaf to it
 sys.path.insert(0, sys.argv[3])
 from toy_study import TOY
 from qkflow.studies import compare
