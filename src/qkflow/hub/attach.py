@@ -114,27 +114,29 @@ class SeparateView(View):
     def __init__(self, layer: CoupledAttention) -> None:
         super().__init__(layer)
         self.coupled_input: Tensor | None = None
-        self.coupled_halves: dict[str, Tensor] = {}
+        self.coupled_q: Tensor | None = None
+        self.coupled_k: Tensor | None = None
         setattr(self, layer.coupling_plan.q, self.queries)
         setattr(self, layer.coupling_plan.k, self.keys)
 
-    def queries(self, x: Tensor) -> Tensor:
-        return self._half("q", x)
-
-    def keys(self, x: Tensor) -> Tensor:
-        return self._half("k", x)
-
-    def _half(self, which: str, x: Tensor) -> Tensor:
-        if self.coupled_input is None:
+    def queries(self, x: Tensor) -> Tensor | None:
+        if self.coupled_input is not x:
             self._project(x)
-        elif self.coupled_input is not x:
+        q, self.coupled_q = self.coupled_q, None
+        return q
+
+    def keys(self, x: Tensor) -> Tensor | None:
+        if self.coupled_input is not x:
+            self._project(x)
+        k, self.coupled_k = self.coupled_k, None
+        return k
+
+    def _project(self, x: Tensor) -> None:
+        if self.coupled_input is not None:
             raise InputError(
                 f"{type(self.coupled_layer).__name__} projects queries and keys from different tensors, as "
                 "cross-attention does, so no token has both: detach this layer"
             )
-        return self.coupled_halves.pop(which)
-
-    def _project(self, x: Tensor) -> None:
         plan, parts = self.coupled_layer.coupling_plan, self.coupled_layer._modules
         to_q, to_k = parts[plan.q], parts[plan.k]
         assert to_q is not None
@@ -146,11 +148,10 @@ class SeparateView(View):
             q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
             k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
             q, k = self.couple(q, k)
-        self.coupled_input = x
         q, k = q.flatten(2), k.flatten(2)
         if x.dim() != 3:
             q, k = q.view(*x.shape[:-1], -1), k.view(*x.shape[:-1], -1)
-        self.coupled_halves = {"q": q, "k": k}
+        self.coupled_input, self.coupled_q, self.coupled_k = x, q, k
 
     def _together(self, circuit: FactorisedQK, to_q: nn.Module, to_k: nn.Module, x: Tensor) -> bool:
         """Whether projecting and coupling may be one: nothing has been put in anything's place since."""
@@ -166,7 +167,7 @@ class SeparateView(View):
         )
 
     def finish(self) -> None:
-        if len(self.coupled_halves) == 1:
+        if (self.coupled_q is None) != (self.coupled_k is None):
             raise InputError(
                 f"{type(self.coupled_layer).__name__} used its query without its own key, as layers do that "
                 "share another layer's keys: detach this layer"
