@@ -9,6 +9,7 @@ import torch
 
 from families import tiny
 from qkflow import hub
+from qkflow.commands.hub import evaluate_tasks
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
 from qkflow.hub.evaluation import _task_file
@@ -86,6 +87,23 @@ def test_a_coupled_model_is_evaluated_and_tasks_are_found_in_a_folder(task: Path
     assert found["tiny_choice"]["acc"] == pytest.approx(
         expected(lambda ids: model(input_ids=ids).logits, words)
     )
+
+
+def test_the_command_shows_tasks_and_nothing_else(
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = fast_tokenizer(ByteTokenizer())
+    model = hub.attach(tiny("llama", vocab_size=257, pad_token_id=256), "drift", step=5.0)
+    hub.save(model, tmp_path / "coupling")
+    hub.detach(model).save_pretrained(tmp_path / "llama")
+    words.save_pretrained(tmp_path / "llama")
+    capsys.readouterr()
+    options = {"coupling": tmp_path / "coupling", "limit": 2}
+    evaluate_tasks(tmp_path / "llama", str(task), json=True, **options)
+    said = json.loads(capsys.readouterr().out)
+    assert set(said["tasks"]["tiny_choice"]) == {"acc", "acc_stderr"}
+    evaluate_tasks(tmp_path / "llama", str(task), **options)
+    assert "tiny_choice" in capsys.readouterr().out
 
 
 def test_unknown_tasks_are_refused(task: Path) -> None:

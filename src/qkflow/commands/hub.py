@@ -1,9 +1,13 @@
-"""`qkflow export` and `qkflow import`: between runs of ours and `transformers` folders."""
+"""`qkflow export` and `qkflow import`, between our runs and `transformers` folders; the tasks of `eval`."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Literal
+
+from rich.table import Table
 
 from qkflow import console
 
@@ -56,3 +60,46 @@ def _report(out: Path, architecture: str, parameters: int, json: bool) -> None:
         console.emit_json({"folder": str(out), "architecture": architecture, "parameters": parameters})
     else:
         console.out.print(f"{out}: {architecture}, {parameters:,} parameters")
+
+
+def evaluate_tasks(
+    model: str | Path,
+    tasks: str,
+    *,
+    coupling: Path | None = None,
+    include: Path | None = None,
+    limit: int | None = None,
+    shots: int | None = None,
+    batch: int = 8,
+    device: str = "cpu",
+    json: bool = False,
+) -> None:
+    """What `qkflow eval MODEL --tasks a,b` does: run tasks of the evaluation harness, show their results."""
+    from qkflow import hub
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    with redirect_stdout(sys.stderr):  # the harness talks; the result alone goes to stdout
+        found = hub.evaluate(
+            model,
+            names,
+            coupling=coupling,
+            include=include,
+            limit=limit,
+            shots=shots,
+            batch=batch,
+            device=device,
+        )
+    if json:
+        console.emit_json({"model": str(model), "tasks": found})
+        return
+    table = Table(title=str(model))
+    for column in ("task", "measure", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for task, measures in found.items():
+        for measure, value in measures.items():
+            if not measure.endswith("_stderr"):
+                error = measures.get(f"{measure}_stderr")
+                table.add_row(
+                    task, measure, f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+                )
+    console.out.print(table)

@@ -19,7 +19,8 @@ from qkflow import files
 from qkflow.anatomy import Site, placement, self_attentions
 from qkflow.attention import couplings
 from qkflow.errors import InputError
-from qkflow.hub.attach import CoupledAttention, attached, couple_site, inner_model, refuse_coupled
+from qkflow.hub.attach import attached, inner_model, refuse_coupled
+from qkflow.hub.coupled import CoupledAttention, couple_layer
 
 WEIGHTS = "coupling.safetensors"
 CONFIG = "coupling_config.json"
@@ -60,7 +61,7 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
         where = placement(site.module.get_submodule(site.q), base)
         part = couplings.build(wanted["coupling"], site.heads, where)
         _fill(part, f"{name}.coupling.", tensors, folder)
-        couple_site(site, wanted["coupling"], part)
+        couple_layer(site, wanted["coupling"], part)
     return model
 
 

@@ -96,9 +96,9 @@ def _task_file(task: str) -> str:
 
 
 def _measures(values: dict[str, Any]) -> dict[str, float]:
-    """`acc,none` → `acc`; what is not a number (aliases, "N/A" errors) is left out."""
+    """`acc,none` → `acc`; what measures nothing (aliases, counts, "N/A") is left out."""
     return {
         key.removesuffix(",none"): float(value)
         for key, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and not isinstance(value, bool) and key != "sample_len"
     }
