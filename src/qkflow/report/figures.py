@@ -151,7 +151,10 @@ def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> 
             late += [point[1] for point in curve if best and point[0] >= 0.2 * curve[-1][0]]
     if not traces:
         return None
-    unit = {"tokens": "training tokens", "seconds": "training seconds, evaluation not counted"}[axis]
+    unit = {
+        "tokens": "training tokens",
+        "seconds": "training seconds at a run’s median pace, evaluation not counted",
+    }[axis]
     layout = _layout(unit) | {"height": 380}
     if late:
         room = 0.06 * (max(late) - min(late)) + 1e-3

@@ -48,13 +48,18 @@ class RunData:
         return "finished" if self.loss is not None else "failed"
 
     def curve(self) -> list[tuple[float, float, float, float]]:
-        """(step, tokens, seconds, loss) at every evaluation."""
+        """(step, tokens, seconds, loss) at every evaluation.
+
+        Seconds are steps at the run's median pace: a run that was paused, or shared its core for a while,
+        must not count as a slow variant.
+        """
+        pace = _finite((self.result or {}).get("step_seconds"))
         rows = []
         for row in self.metrics.get("eval", []):
             step, *values = (_finite(row.get(name)) for name in ("step", "tokens", "seconds", "loss"))
             tokens, seconds, loss = values
             if step is not None and tokens is not None and seconds is not None and loss is not None:
-                rows.append((step, tokens, seconds, loss))
+                rows.append((step, tokens, seconds if pace is None else step * pace, loss))
         return rows
 
 
