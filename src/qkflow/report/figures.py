@@ -153,7 +153,7 @@ def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> 
         return None
     unit = {
         "tokens": "training tokens",
-        "seconds": "training seconds at a run’s median pace, evaluation not counted",
+        "seconds": "training seconds, at a run’s median pace",
     }[axis]
     layout = _layout(unit) | {"height": 380}
     if late:
