@@ -20,7 +20,7 @@ help:  ## Show this list
 	@touch $@
 
 demo: .venv/.base  ## Install, then run the main job on the built-in corpus
-	$(BIN)/qkflow bench --level attention --quick
+	$(BIN)/qkflow compare --data speeches --variants standard,euler --controls symmetric,uncoupled --tokens 50k --out runs/demo
 
 test: .venv/.dev lint types unit  ## Install, lint, type-check, run every test
 

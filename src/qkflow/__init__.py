@@ -1,3 +1,29 @@
-"""qkflow: the dynamics of attention."""
+"""qkflow: the dynamics of attention.
+
+from qkflow import Attention
+y = Attention(512, heads=8, coupling="leapfrog:n=7")(x)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qkflow.attention import Attention, KVCache, merge
+    from qkflow.errors import InputError
 
 __version__ = "0.1.0"
+__all__ = ["Attention", "InputError", "KVCache", "__version__", "merge"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load parts when they are first asked for, so that `qkflow --help` does not wait for torch."""
+    if name == "InputError":
+        from qkflow.errors import InputError
+
+        return InputError
+    if name in __all__:
+        from qkflow import attention
+
+        return getattr(attention, name)
+    raise AttributeError(f"module 'qkflow' has no attribute '{name}'")

@@ -16,12 +16,27 @@ from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.commands, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "bench": ("bench", "bench", "what each coupling and scoring costs beside standard attention"),
+    "train": ("train", "train", "train one model; stopped or killed, go on with it"),
+    "eval": ("evaluate", "evaluate", "perplexity and bits per byte of a model on a corpus"),
+    "generate": ("generate", "generate", "let a model write"),
+    "probe": ("probe", "probe", "measure and draw where a model's attention goes"),
+    "data list": ("data", "list_corpora", "list the corpora known by name"),
+    "data describe": ("data", "describe", "say what a corpus is like: size, entropy, repetition"),
+    "data prepare": ("data", "prepare", "tokenise a corpus into the cache"),
+    "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
+    "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
+    "report": ("report", "report", "build a comparison's outputs anew from its folder"),
+    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
     "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
     "pace synthetic": (
         "pace",
         "synthetic",
         "attention trained on the controlled task, next to the published figure",
     ),
+    "pace groups": ("pace_groups", "groups", "which parameters count as the query-key circuit"),
+    "export": ("hub", "export", "write a trained model as a transformers folder"),
+    "import": ("hub", "import_model", "write a transformers model as a folder qkflow reads"),
 }
 
 
@@ -75,6 +90,9 @@ def main() -> None:
             raise
         print(f"qkflow: {error}", file=sys.stderr)
         code = 2
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
     except OSError as error:
         if os.environ.get("QKFLOW_DEBUG"):
             raise

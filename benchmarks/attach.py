@@ -1,0 +1,112 @@
+"""What an attached coupling costs a `transformers` model, in training and in generation.
+
+    python benchmarks/attach.py                    # the table in docs/huggingface.md
+    python benchmarks/attach.py --couplings drift --rounds 9 --json
+
+A fresh Llama shape (width 512, 8 heads, 4 key/value heads) and copies of it with couplings attached take
+turns in one process (`qkflow.bench.timing`). Every number is time relative to the unattached model: 1.02 is
+2% slower, with a 95% interval.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import tyro
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from qkflow import console, hub
+from qkflow.bench.timing import interleave
+
+Job = Callable[[], object]
+
+
+def llama(layers: int, vocabulary: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_hidden_layers=layers,
+        intermediate_size=2048,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def training(model: Any, batch: int, length: int) -> Job:
+    """One step: forward, backward, AdamW."""
+    ids = torch.randint(1, model.config.vocab_size, (batch, length))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        model.train()
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def generation(model: Any, prompts: int, tokens: int) -> Job:
+    """`tokens` new tokens a prompt, greedily, with the default cache."""
+    ids = torch.randint(1, model.config.vocab_size, (prompts, 16))
+    mask = torch.ones_like(ids)
+
+    def run() -> object:
+        model.eval()
+        return model.generate(
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens
+        )
+
+    return run
+
+
+def main(
+    couplings: str = "affine,drift,euler",
+    layers: int = 4,
+    vocabulary: int = 8192,
+    batch: int = 4,
+    length: int = 256,
+    prompts: str = "1,16",
+    new_tokens: int = 24,
+    rounds: int = 15,
+    threads: int = 1,
+    json: bool = False,
+) -> None:
+    logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    plain: Any = llama(layers, vocabulary)
+    coupled = {name: hub.attach(copy.deepcopy(plain), name, seed=0) for name in couplings.split(",")}
+    works: dict[str, Callable[[Any], Job]] = {
+        f"training step, {batch}×{length} tokens": lambda model: training(model, batch, length)
+    }
+    for count in map(int, prompts.split(",")):
+        name = f"generate, {count} prompt{'s' if count > 1 else ''}"
+        works[name] = lambda model, count=count: generation(model, count, new_tokens)
+    result: dict[str, Any] = {}
+    with console.progress() as bar:
+        task = bar.add_task("interleaving", total=rounds * len(works))
+        for name, make in works.items():
+            jobs = {coupling: make(model) for coupling, model in coupled.items()}
+            found = interleave(make(plain), jobs, rounds=rounds, on_round=lambda: bar.advance(task))
+            result[name] = {coupling: dataclasses.asdict(ratio) for coupling, ratio in found.items()}
+    if json:
+        console.emit_json(result)
+        return
+    for name, found in result.items():
+        print(f"{name}: time relative to the unattached model")
+        for coupling, ratio in found.items():
+            print(f"  {coupling:<12} {ratio['ratio']:.3f}  [{ratio['low']:.3f}, {ratio['high']:.3f}]")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,61 @@
+"""Keys and values of the tokens already read, for incremental decoding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkflow.errors import InputError
+
+
+class KVCache:
+    """Preallocated store of one layer's coupled, rotated keys and its values.
+
+    The coupling acts on each token alone, so an evolved key never changes and can be kept.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        key_heads: int,
+        key_size: int,
+        value_heads: int,
+        value_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.keys = torch.empty(batch, key_heads, capacity, key_size, device=device, dtype=dtype)
+        self.values = torch.empty(batch, value_heads, capacity, value_size, device=device, dtype=dtype)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, T, G, D) keys and values; give back all kept so far, in the same layout."""
+        batch, new = k.shape[0], k.shape[1]
+        if batch != self.keys.shape[0]:
+            raise InputError(f"the cache holds a batch of {self.keys.shape[0]}, not {batch}")
+        end = self.length + new
+        if end > self.capacity:
+            raise InputError(
+                f"the cache has room for {self.capacity} tokens, {self.length} are in it and {new} more "
+                "do not fit: make it with a larger capacity"
+            )
+        self.keys[:, :, self.length : end] = k.transpose(1, 2)
+        self.values[:, :, self.length : end] = v.transpose(1, 2)
+        self.length = end
+        return self.keys[:, :, :end].transpose(1, 2), self.values[:, :, :end].transpose(1, 2)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let batch row i go on from what row `rows[i]` has read (beam search)."""
+        self.keys = self.keys.index_select(0, rows)
+        self.values = self.values.index_select(0, rows)
+
+    def rewind(self, length: int) -> None:
+        """Forget everything after the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise InputError(f"cannot rewind a cache of {self.length} tokens to {length}")
+        self.length = length

@@ -1,0 +1,223 @@
+"""The contract of a coupling, and the registry of all of them.
+
+Shapes: q is (B, T, H, D), k is (B, T, G, D); query head h belongs to key head h // (H/G).
+Grouped heads: every query of a group takes the group's key, the key takes the group's mean force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.heads import Heads
+from qkflow.attention.registry import Registry, Spec
+from qkflow.attention.starts import Draw, fill
+from qkflow.errors import InputError
+
+Made = TypeVar("Made")
+Where = dict[str, Any]  # device and dtype, as every torch factory takes them
+
+
+class Coupling(nn.Module):
+    """A map of each token's own (q, k). Subclasses declare what they promise; the contract tests check it."""
+
+    name: ClassVar[str]
+    equation: ClassVar[str]
+    citation: ClassVar[str]
+    good_for: ClassVar[str]
+    identity_at_start: ClassVar[bool] = False
+    invertible: ClassVar[bool] = False
+    aliases: ClassVar[dict[str, str]] = {"n": "steps", "delta": "step", "r": "hidden"}
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The fast form."""
+        raise NotImplementedError
+
+    def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The textbook form, which defines what is correct."""
+        raise NotImplementedError
+
+    def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The (q, k) that forward maps to these."""
+        raise InputError(f"coupling '{self.name}' has no inverse")
+
+    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        """Project tokens x (B, T, width) and couple them; overridden where the two together are cheaper."""
+        out: tuple[Tensor, Tensor] = self(*qk(x, x))
+        return out
+
+    def _at_rest(self) -> bool:
+        """Whether products of weights may be kept: in inference, where nothing is being trained.
+
+        PyTorch's fused optimizers change parameters without a trace, so whatever may belong to training
+        (a pass with gradients, a change between train and eval mode) forgets what was kept.
+        """
+        if torch.is_grad_enabled() or self.training:
+            self.__dict__.pop("_kept", None)
+            return False
+        return not torch.compiler.is_compiling()
+
+    def train(self, mode: bool = True) -> Self:
+        self.__dict__.pop("_kept", None)
+        return super().train(mode)
+
+    def _remembered(self, make: Callable[[], Made], *sources: nn.Module) -> Made:
+        """What `make` gives, made anew only when a parameter of `sources` changed; `_at_rest` alone."""
+        owned = (t for m in sources for t in (*m._parameters.values(), *m._buffers.values()))
+        tensors = [tensor for tensor in owned if tensor is not None]
+        state = [(id(t), t._version, t.data_ptr()) for t in tensors]
+        kept: tuple[list[tuple[int, int, int]], list[Tensor], Made] | None = self.__dict__.get("_kept")
+        if kept is None or kept[0] != state:
+            # the tensors are held too, so that none of their ids is given to another
+            kept = (state, tensors, make())
+            self.__dict__["_kept"] = kept  # beside the module's state: never saved
+        return kept[2]
+
+    @property
+    def symplectic(self) -> bool:
+        """Whether the Jacobian J of (q, k) satisfies JᵀΩJ = Ω for every value of the parameters."""
+        return False
+
+    def extra_parameters(self) -> int:
+        """The number of parameters this coupling adds to its layer, by formula."""
+        return 0
+
+    def extra_flops(self) -> int:
+        """Floating-point operations of matrix products per token in one forward pass, by formula."""
+        return 0
+
+    def fold(self) -> Tensor | None:
+        """Hand over the linear drift q += amount_h·k and leave it out from now on.
+
+        The caller puts the amounts (H,), if there are any, into the projections.
+        """
+        return None
+
+
+class StepSize(nn.Module):
+    """Δ: one per query head, or one for the layer; learned or fixed."""
+
+    def __init__(self, heads: int, start: float, learned: bool, per: str, where: Where) -> None:
+        super().__init__()
+        if not math.isfinite(start):
+            raise InputError(f"the step size must be a finite number, not {start}")
+        if per not in ("head", "layer"):
+            raise InputError(f"a step size is per 'head' or per 'layer', not '{per}'")
+        self.heads = heads
+        self.start = start
+        value = torch.full((heads if per == "head" else 1,), float(start), **where)
+        if learned:
+            self.value = nn.Parameter(value)
+        else:
+            self.register_buffer("value", value)
+
+    def per_head(self) -> Tensor:
+        """Δ of every query head (H,)."""
+        return self.value.expand(self.heads)
+
+    def count(self) -> int:
+        return self.value.numel() if isinstance(self.value, nn.Parameter) else 0
+
+    def start_parameters(self, draw: Draw) -> None:
+        nn.init.constant_(self.value, self.start)
+
+
+class HeadNetworks(nn.Module):
+    """f(x) = W2·silu(W1·x + b1) + b2, one network a head or one shared by all heads.
+
+    W1 is (H, r, D) and W2 (H, out, r): sizes per head, so that all heads run as one batched product.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        hidden: int,
+        where: Where,
+        *,
+        out: int | None = None,
+        shared: bool = False,
+        bias: bool = False,
+        zero_output: bool = False,
+    ) -> None:
+        super().__init__()
+        if hidden < 1:
+            raise InputError(f"the hidden size of a coupling network must be at least 1, not {hidden}")
+        count, out = 1 if shared else heads, out or size
+        self.heads, self.hidden, self.out, self.zero_output = heads, hidden, out, zero_output
+        self.w1 = nn.Parameter(torch.empty(count, hidden, size, **where))
+        self.w2 = nn.Parameter(torch.empty(count, out, hidden, **where))
+        self.b1 = nn.Parameter(torch.empty(count, hidden, **where)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(count, out, **where)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The textbook form on (B, T, H, D)."""
+        u = torch.einsum("bthd,hrd->bthr", x, self.per_head(self.w1))
+        if self.b1 is not None:
+            u = u + self.b1
+        y = torch.einsum("bthr,hor->btho", torch.nn.functional.silu(u), self.per_head(self.w2))
+        return y if self.b2 is None else y + self.b2
+
+    def per_head(self, parameter: Tensor) -> Tensor:
+        return parameter.expand(self.heads, *parameter.shape[1:])
+
+    def count(self) -> int:
+        count, hidden, size = self.w1.shape
+        biases = hidden + self.out if self.b1 is not None else 0
+        return count * (hidden * (size + self.out) + biases)
+
+    def start_parameters(self, draw: Draw) -> None:
+        fill(self.w1, draw.matrix("w1", self.w1.shape, self.w1.shape[-1]))
+        if self.zero_output:
+            nn.init.zeros_(self.w2)
+        else:
+            fill(self.w2, draw.matrix("w2", self.w2.shape, self.hidden))
+        for bias in (self.b1, self.b2):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+
+def repeat_keys(k: Tensor, group: int) -> Tensor:
+    """Give every query head its group's key: (B, T, G, D) -> (B, T, H, D)."""
+    return k if group == 1 else k.repeat_interleave(group, dim=2)
+
+
+def group_mean(force: Tensor, group: int) -> Tensor:
+    """Mean over the query heads of each group: (B, T, H, D) -> (B, T, G, D)."""
+    return force if group == 1 else force.unflatten(2, (-1, group)).mean(dim=3)
+
+
+def add_drift(q: Tensor, k: Tensor, amount: Tensor) -> Tensor:
+    """q + amount_h·k, one amount a query head."""
+    group = q.shape[2] // k.shape[2]
+    if group == 1:
+        return torch.addcmul(q, k, amount[:, None])
+    grouped = q.unflatten(2, (-1, group))
+    return torch.addcmul(grouped, k.unsqueeze(3), amount.view(-1, group, 1)).flatten(2, 3)
+
+
+def check_steps(steps: int) -> int:
+    if not isinstance(steps, int) or steps < 1:
+        raise InputError(f"a coupling takes a whole number of steps, at least 1, not {steps}")
+    return steps
+
+
+_REGISTRY: Registry[Coupling] = Registry("coupling", "qkflow.attention.couplings", "qkflow.couplings")
+register = _REGISTRY.register
+names = _REGISTRY.names
+get = _REGISTRY.get
+check = _REGISTRY.check
+options = _REGISTRY.options
+
+
+def build(spec: str | Spec, heads: Heads, where: Where | None = None) -> Coupling:
+    return _REGISTRY.build(spec, heads, where or {})

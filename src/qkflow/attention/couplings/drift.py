@@ -1,0 +1,77 @@
+"""The linear part of every coupling, alone: a query drifts along its own token's key."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings.base import (
+    Coupling,
+    StepSize,
+    Where,
+    add_drift,
+    check_steps,
+    register,
+    repeat_keys,
+)
+from qkflow.attention.heads import Heads
+
+
+@register
+class Drift(Coupling):
+    """q ← q + Δ·k, n times; k stays.
+
+    Linear, so it folds into the projection (W_Q + nΔ·W_K per head): a model trained with it exports as a
+    plain standard transformer. It puts a symmetric, positive part into the score, so that a token looks
+    for tokens like itself.
+    """
+
+    name = "drift"
+    equation = "q ← q + Δ·k"
+    citation = "qkflow; the linear part of Gahtan & Bronstein 2026, arXiv 2604.01683"
+    good_for = "the gain of a coupling at no cost: merge() folds it into W_Q"
+    invertible = True
+
+    def __init__(
+        self,
+        heads: Heads,
+        where: Where,
+        *,
+        steps: int = 1,
+        step: float = 0.1,
+        learn_step: bool = True,
+        step_per: str = "head",
+    ) -> None:
+        super().__init__(heads)
+        self.steps = check_steps(steps)
+        self.step = StepSize(heads.queries, step, learn_step, step_per, where)
+
+    @property
+    def symplectic(self) -> bool:
+        return self.heads.group == 1  # a shear
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return add_drift(q, k, self.steps * self.step.per_head()), k
+
+    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        if x.shape[0] * x.shape[1] < qk.q.out_features:
+            return super().from_input(x, qk)  # too few tokens to pay for a sum of weights
+        weight, bias = qk.drifted(self.steps * self.step.per_head())
+        q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
+        return q, qk.keys(x)
+
+    def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        delta = self.step.per_head()[:, None]
+        for _ in range(self.steps):
+            q = q + delta * repeat_keys(k, self.heads.group)
+        return q, k
+
+    def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return add_drift(q, k, -self.steps * self.step.per_head()), k
+
+    def extra_parameters(self) -> int:
+        return self.step.count()
+
+    def fold(self) -> Tensor:
+        return self.steps * self.step.per_head().detach()

@@ -1,0 +1,201 @@
+"""The exact cheap trajectory: euler and leapfrog in r dimensions a head instead of D.
+
+The force f(q) = W2·σ(W1·q + b1) + b2 has its range in span(W2), and the drift q += Δk is linear. So after
+any number of steps
+
+    q_n = q + nΔ·k + Δ·W2'·A      k_n = k + W2'·β
+
+where β sums the kicks σ(u), A sums β over the drifts, and u = W1·q + b1, all that σ needs, is itself
+
+    u_j = u_0 + jΔ·w_0 + Δ·(W1·W2')·A_j        with w_0 = W1·k.
+
+One entry (W1·q, W1·k), n steps on r numbers a head, one exit: O(D·r + n·r²) instead of O(n·D·r), with no
+D-wide intermediate, equal to the textbook integrator up to rounding. `fused` holds the passes over memory.
+
+Grouped heads share a key, so a group of R query heads shares one latent space of ρ = R·r dimensions:
+W2' = [Δ_h·W2_h / R] side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings.base import Coupling, StepSize
+from qkflow.attention.couplings.fused import add_low_rank, add_low_rank_, couple
+from qkflow.attention.couplings.trajectory import Activation, Rule, Scheme, walk
+from qkflow.attention.heads import Heads
+
+
+@dataclass(frozen=True)
+class Force:
+    """f of every query head: W1 (H, r, D), W2 (H, D, r), biases (H, r) and (H, D) or None."""
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Everything the trajectory needs that depends on parameters alone."""
+
+    rule: Rule
+    total: Tensor  # nΔ (H,)
+    w1: Tensor  # (G, ρ, D)
+    rows: Tensor  # Δ of each latent row (G, ρ, 1)
+    mix: Tensor  # Δ·(W1·W2') (G, ρ, ρ)
+    exit_k: Tensor  # W2'ᵀ (G, ρ, D)
+    exit_q: Tensor  # Δ·W2'ᵀ (H, ρ, D)
+    b1: Tensor | None  # (G, ρ, 1)
+    bias: Tensor | None  # what b2 adds to a key per kick (G, D)
+    pull: Tensor | None  # what that does to u per drift (G, ρ, 1)
+    projection: Tensor | None = None  # rows of W_Q + nΔ·W_K, then of the latents (inference only)
+    projection_bias: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> Weights:
+        """The same in another precision."""
+        if self.total.dtype == dtype == self.mix.dtype:
+            return self
+        cast: dict[str, Any] = {k: v.to(dtype) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
+        return replace(self, **cast)
+
+
+class LatentCoupling(Coupling):
+    """What euler and leapfrog share: a force, a step size, and the trajectory in latent space."""
+
+    scheme: Scheme
+    steps: int
+    folded: bool  # q arrives as q + nΔk: the drift sits in the projection
+    step: StepSize
+    network: nn.Module
+
+    def force(self) -> Force:
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self._weights()
+        q, k = couple(q, k, weights, self.folded)
+        return self._add_bias(q, k, weights)
+
+    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        """The coupled (q, k) of tokens x (B, T, width), through products of weights where those are cheaper.
+
+        q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
+        k, and neither is kept for the backward pass. In training that pays while one latent is needed.
+        """
+        if self._at_rest():
+            return self._infer(x, qk)
+        few = x.shape[0] * x.shape[1] < qk.q.out_features
+        if self.folded or self._needs_key_latent() or few:
+            return self(*qk(x, x))
+        weights = self._weights()
+        weight, bias = qk.drifted(weights.total)
+        q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
+        entry, entry_bias = self._entry(qk, weights, qk.q.weight, qk.q.bias)
+        latent = entry @ x.flatten(0, 1).t()
+        u, _ = self._latents(latent if entry_bias is None else latent + entry_bias, weights)
+        path = walk(weights.rule, u, None, weights.mix, weights.pull)  # one step: A stays zero, mix unused
+        return self._add_bias(q, add_low_rank(qk.keys(x), path.beta, weights.exit_k), weights)
+
+    def _latents(self, rows: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
+        """u and, where it is needed, the drift Δ·w, each (G, ρ, N), from the rows (…, N) of `_entry`."""
+        u, *w = rows.unflatten(0, (-1, self.heads.keys, weights.w1.shape[1])).unbind()
+        if weights.b1 is not None:
+            u = u + weights.b1
+        return u, weights.rows * w[0] if w else None
+
+    def _add_bias(self, q: Tensor, k: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+        if weights.bias is None:
+            return q, k
+        reach = weights.rule.reach(self.steps) / self.steps * weights.total[:, None]
+        return q + reach * weights.bias.repeat_interleave(
+            self.heads.group, dim=0
+        ), k + self.steps * weights.bias
+
+    def _needs_key_latent(self) -> bool:
+        return self.scheme == "leapfrog" or self.steps > 1
+
+    def _entry(
+        self, qk: FactorisedQK, weights: Weights, w_q: Tensor, b_q: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows W1·W_Q, then W1·W_K where needed, and their biases as a column."""
+        heads = self.heads
+        per_query = weights.w1.view(heads.queries, -1, heads.size)
+        parts = [(per_query, w_q, b_q)]
+        if self._needs_key_latent():
+            parts.append((weights.w1, qk.k.weight, qk.k.bias))
+        rows = [(w1 @ w.view(len(w1), heads.size, -1)).flatten(0, 1) for w1, w, _ in parts]
+        biases = [(w1 @ b.view(len(w1), heads.size, 1)).flatten(0, 1) for w1, _, b in parts if b is not None]
+        return torch.cat(rows), torch.cat(biases) if biases else None
+
+    def _weights(self) -> Weights:
+        heads, force, delta = self.heads, self.force(), self.step.per_head()
+        keys, group, hidden = heads.keys, heads.group, force.w1.shape[1]
+        w1 = force.w1.reshape(keys, group * hidden, heads.size)
+        exit_k = (force.w2 * (delta / group)[:, None, None]).transpose(1, 2)
+        exit_k = exit_k.reshape(keys, group * hidden, heads.size)
+        rows = delta[:, None].expand(-1, hidden).reshape(keys, -1, 1)
+        bias = pull = None
+        if force.b2 is not None:
+            bias = (force.b2 * delta[:, None]).view(keys, group, -1).mean(dim=1)
+            pull = rows * (w1 @ bias.unsqueeze(-1))
+        return Weights(
+            rule=Rule(self.scheme, self.steps, force.activation),
+            total=self.steps * delta,
+            w1=w1,
+            rows=rows,
+            mix=rows * (w1 @ exit_k.transpose(1, 2)),
+            exit_k=exit_k,
+            exit_q=exit_k.repeat_interleave(group, dim=0) * delta[:, None, None],
+            b1=None if force.b1 is None else force.b1.reshape(keys, -1, 1),
+            bias=bias,
+            pull=pull,
+        )
+
+    def _infer(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        """Without gradients the weights' products are made once; one product yields q, k and the latents."""
+        heads = self.heads
+        weights = self._remembered(lambda: self._with_projection(qk), self.step, self.network, qk.q, qk.k)
+        assert weights.projection is not None
+        wide = F.linear(x, weights.projection, weights.projection_bias)
+        weights = weights.to(wide.dtype)
+        after_q = heads.queries * heads.size
+        after_k = after_q + heads.keys * heads.size
+        q = wide[..., :after_q].unflatten(-1, (heads.queries, heads.size))
+        k = wide[..., after_q:after_k].unflatten(-1, (heads.keys, heads.size))
+        u, drift = self._latents(wide[..., after_k:].flatten(0, 1).t(), weights)
+        path = walk(weights.rule, u, drift, weights.mix, weights.pull)
+        add_low_rank_(k, path.beta, weights.exit_k)
+        if path.area is not None:
+            add_low_rank_(q, path.area.repeat_interleave(heads.group, dim=0), weights.exit_q)
+        return self._add_bias(q, k, weights)
+
+    def _with_projection(self, qk: FactorisedQK) -> Weights:
+        """Rows that yield q + nΔ·k, then k, then the latents of the q and k before any drift."""
+        plain, q, k = self._weights(), qk.q, qk.k
+        there, back = qk.drifted(plain.total), qk.drifted(-plain.total)
+        drifted, before = ((q.weight, q.bias), back) if self.folded else (there, (q.weight, q.bias))
+        entry, entry_bias = self._entry(qk, plain, *before)
+        bias = None
+        if q.bias is not None and drifted[1] is not None and entry_bias is not None:
+            bias = torch.cat((drifted[1], k.bias, entry_bias.flatten()))
+        return replace(plain, projection=torch.cat((drifted[0], k.weight, entry)), projection_bias=bias)
+
+
+def trajectory_flops(heads: Heads, hidden: int, steps: int, scheme: Scheme) -> int:
+    """Products per token of `forward`: entries, steps, exits."""
+    latent = heads.group * hidden  # of one key head
+    thin = 2 * heads.keys * latent * heads.size  # one D-to-latent product over all heads
+    single = scheme == "euler" and steps == 1
+    mixes = max(steps - 2, 0) if scheme == "euler" else steps
+    entries = thin if single else 2 * thin
+    exits = thin if single else thin + heads.group * thin
+    return entries + mixes * 2 * heads.keys * latent * latent + exits

@@ -1,0 +1,36 @@
+"""No coupling: standard attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qkflow.attention.couplings.base import Coupling, Where, register
+from qkflow.attention.heads import Heads
+
+
+@register
+class NoCoupling(Coupling):
+    """q ← q ; k ← k."""
+
+    name = "none"
+    equation = "q ← q ; k ← k"
+    citation = "Vaswani et al. 2017, arXiv 1706.03762"
+    good_for = "the baseline"
+    identity_at_start = True
+    invertible = True
+
+    def __init__(self, heads: Heads, where: Where) -> None:
+        super().__init__(heads)
+
+    @property
+    def symplectic(self) -> bool:
+        return self.heads.group == 1
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k

@@ -1,0 +1,126 @@
+"""Parts found by name: our own by their files, third parties' through entry points.
+
+A part is written `name` or `name:option=value:option=value`, e.g. `leapfrog:n=7:conservative=true`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from qkflow.errors import InputError, unknown
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A part's name and the options it is built with."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str | Spec) -> Spec:
+        if isinstance(text, Spec):
+            return text
+        name, *pairs = text.split(":")
+        options = {}
+        for pair in pairs:
+            key, equals, value = pair.partition("=")
+            if not equals or not key or not value:
+                raise InputError(f"'{text}': write options as name:option=value, e.g. leapfrog:n=7")
+            options[key] = _value(value)
+        return cls(name, options)
+
+    def __str__(self) -> str:
+        pairs = [f"{key}={_plain(value)}" for key, value in self.options.items()]
+        return ":".join([self.name, *pairs])
+
+
+def _value(text: str) -> Any:
+    """A number, true or false where the text is one, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_kind(what: str, value: Any, default: Any) -> None:
+    """A value must be of its default's kind: a switch, a number or a word."""
+    kinds = {"true or false": (bool,), "a number": (int, float), "a word": (str,)}
+    for word, kind in kinds.items():
+        if isinstance(default, kind):  # a bool is an int, so switches come first
+            if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
+                raise InputError(f"{what} must be {word}, not '{value}'")
+            return
+
+
+class Registry(Generic[Part]):
+    """All parts of one kind. Files of `package` are imported on first use and register themselves."""
+
+    def __init__(self, kind: str, package: str, group: str) -> None:
+        self.kind = kind
+        self.package = package
+        self.group = group
+        self._parts: dict[str, type[Part]] = {}
+
+    def register(self, part: type[Part]) -> type[Part]:
+        name = part.name  # type: ignore[attr-defined]
+        if self._parts.get(name, part) is not part:
+            raise InputError(f"two {self.kind}s are named '{name}': rename one of them")
+        self._parts[name] = part
+        return part
+
+    @cached_property
+    def _loaded(self) -> dict[str, type[Part]]:
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self.package}.{module.name}")
+        for point in entry_points(group=self.group):
+            self.register(point.load())
+        return self._parts
+
+    def names(self) -> list[str]:
+        return sorted(self._loaded)
+
+    def get(self, name: str) -> type[Part]:
+        if name not in self._loaded:
+            raise unknown(self.kind, name, self.names())
+        return self._loaded[name]
+
+    def options(self, name: str) -> dict[str, inspect.Parameter]:
+        """The keyword options a part's constructor takes."""
+        parameters = inspect.signature(self.get(name)).parameters
+        return {key: value for key, value in parameters.items() if value.kind is value.KEYWORD_ONLY}
+
+    def check(self, text: str | Spec) -> Spec:
+        """Parse and make sure that the part exists and takes these options."""
+        spec = Spec.parse(text)
+        known = self.options(spec.name)
+        aliases: dict[str, str] = getattr(self.get(spec.name), "aliases", {})
+        options = {aliases.get(key, key): value for key, value in spec.options.items()}
+        for key in options:
+            if key not in known:
+                if not known:
+                    raise InputError(f"{self.kind} '{spec.name}' takes no options, not '{key}'")
+                raise unknown(f"option of {self.kind} '{spec.name}'", key, known)
+            _check_kind(f"{self.kind} '{spec.name}': {key}", options[key], known[key].default)
+        return Spec(spec.name, options)
+
+    def build(self, text: str | Spec, *arguments: Any) -> Part:
+        spec = self.check(text)
+        return self.get(spec.name)(*arguments, **spec.options)

@@ -1,0 +1,124 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split layout of Llama."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qkflow.errors import InputError, unknown
+
+Rotation = tuple[Tensor, Tensor]  # cos, sin: (T, 1, D/2) or (B, T, 1, D/2)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Angles θ_i·t with θ_i = base^(−2i/D), optionally rescaled for longer contexts.
+
+    scaling: `linear` divides every angle by `factor` (Chen et al. 2023); `ntk` raises the base so that
+    the slowest angle is divided by `factor`; `llama3` divides only slow angles, blending between
+    `original_length / low` and `original_length / high` (Llama 3.1).
+    """
+
+    base: float = 10_000.0
+    scaling: Literal["none", "linear", "ntk", "llama3"] = "none"
+    factor: float = 1.0
+    original_length: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.base <= 0 or self.factor <= 0 or not math.isfinite(self.base * self.factor):
+            raise InputError(f"rope base and factor must be positive, not {self.base} and {self.factor}")
+        if self.scaling not in ("none", "linear", "ntk", "llama3"):
+            raise InputError(f"unknown rope scaling '{self.scaling}': known: none, linear, ntk, llama3")
+
+    def frequencies(self, size: int, device: torch.device | None = None) -> Tensor:
+        """θ_i for a head of `size`, in float64: angles at late positions need the digits."""
+        check_size(size)
+        base = self.base
+        if self.scaling == "ntk":
+            base *= self.factor ** (size / max(size - 2, 1))
+        # MPS has no float64
+        exact = torch.float32 if device is not None and device.type == "mps" else torch.float64
+        theta = base ** (-torch.arange(0, size, 2, dtype=exact, device=device) / size)
+        if self.scaling == "linear":
+            theta = theta / self.factor
+        if self.scaling == "llama3":
+            turns = self.original_length * theta / (2 * math.pi)  # full turns within the original length
+            keep = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+            theta = keep * theta + (1 - keep) * theta / self.factor
+        return theta
+
+    def rotation(self, positions: Tensor, size: int, dtype: torch.dtype) -> Rotation:
+        """cos and sin for `positions` of shape (T,) or (B, T)."""
+        theta = self.frequencies(size, positions.device)
+        angles = (positions.to(theta.dtype)[..., None] * theta).unsqueeze(-2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    @classmethod
+    def of(cls, value: Rotary | dict[str, Any] | bool | None) -> Rotary | None:
+        """Read the `rope` option: true/false, a mapping of fields, or a `Rotary`."""
+        if isinstance(value, Rotary) or value is None:
+            return value
+        if isinstance(value, bool):
+            return cls() if value else None
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in value:
+            if key not in known:
+                raise unknown("rope option", key, known)
+        return cls(**value)
+
+
+def check_size(size: int) -> None:
+    if size % 2:
+        raise InputError(f"rope rotates pairs, so the head size must be even, not {size}")
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn each pair (x_i, x_{i+D/2}) of (B, T, H, D) by its angle."""
+    cos, sin = rotation
+    if torch.compiler.is_compiling():
+        return rotate_reference(x, rotation)
+    out: Tensor = _Rotate.apply(x, cos, sin)
+    return out
+
+
+def rotate_reference(x: Tensor, rotation: Rotation) -> Tensor:
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class _Rotate(torch.autograd.Function):
+    """Two passes over memory instead of six, and nothing of x kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, -sin), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        cos, sin = ctx.saved_tensors
+        return _turn(tangents[0], cos, sin)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    torch.mul(first, cos, out=out[..., :half])
+    out[..., :half].addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:])
+    out[..., half:].addcmul_(first, sin)
+    return out

@@ -1,0 +1,89 @@
+"""The contract of a scoring, and the registry of all of them.
+
+Shapes: q (B, T, H, D), k (B, S, G, D), v (B, S, Gv, Dv); the output is (B, T, outputs, output_size).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qkflow.attention.heads import Heads
+from qkflow.attention.masks import Mask
+from qkflow.attention.registry import Registry, Spec
+
+Where = dict[str, Any]
+
+
+class Scoring(nn.Module):
+    """Turns coupled, rotated queries and keys and the values into what the heads gathered."""
+
+    name: ClassVar[str]
+    equation: ClassVar[str]
+    citation: ClassVar[str]
+    good_for: ClassVar[str]
+    aliases: ClassVar[dict[str, str]] = {}
+
+    @staticmethod
+    def heads(heads: int, kv_heads: int, size: int) -> Heads:
+        """The heads this scoring needs where standard attention would have `heads` of `size`."""
+        raise NotImplementedError
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor
+    ) -> Tensor:
+        """Through the fused kernel; `x` is the layer's input, for scorings that depend on it."""
+        raise NotImplementedError
+
+    def reference(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The textbook form: the output, and the weights (B, outputs, T, S) it was gathered with."""
+        raise NotImplementedError
+
+    def extra_parameters(self) -> int:
+        """Parameters of its own, besides what its heads ask of the projections."""
+        return 0
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
+    """PyTorch's fused attention on (B, T, H, D) tensors; key heads shared by contiguous groups."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask.allowed,
+        dropout_p=dropout,
+        is_causal=mask.causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2] or q.shape[2] != v.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+def weights(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
+    """softmax(scale·q·kᵀ) over the visible keys: (B, H, T, S)."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    visible = mask.matrix(q.shape[1], k.shape[1], q.device)
+    return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+
+
+def gather(weight: Tensor, v: Tensor) -> Tensor:
+    """Weights (B, H, T, S) times values (B, S, Gv, Dv): (B, T, H, Dv)."""
+    v = v.repeat_interleave(weight.shape[1] // v.shape[2], dim=2)
+    return torch.einsum("bhts,bshd->bthd", weight, v)
+
+
+_REGISTRY: Registry[Scoring] = Registry("scoring", "qkflow.attention.scorings", "qkflow.scorings")
+register = _REGISTRY.register
+names = _REGISTRY.names
+get = _REGISTRY.get
+check = _REGISTRY.check
+
+
+def build(spec: str | Spec, heads: Heads, width: int, layer: int, where: Where | None = None) -> Scoring:
+    return _REGISTRY.build(spec, heads, width, layer, where or {})

@@ -1,0 +1,52 @@
+"""Differential attention, second version: twice the query heads over shared keys and values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.attention.heads import Heads
+from qkflow.attention.masks import Mask
+from qkflow.attention.scorings.base import Scoring, Where, fused, gather, register, weights
+from qkflow.attention.starts import Draw
+
+
+@register
+class DifferentialV2(Scoring):
+    """attn(q₁)·v − sigmoid(λ(x))·attn(q₂)·v, with λ per token and head from a projection of the input.
+
+    Query heads 2i and 2i+1 share a key and form head i; no norm follows.
+    """
+
+    name = "differential_v2"
+    equation = "softmax(q₁kᵀ/√D)·v − sigmoid(λ(x))·softmax(q₂kᵀ/√D)·v"
+    citation = "Ye et al., differential transformer V2 (the authors' later code)"
+    good_for = "differential attention at the decoding cost of the baseline's cache"
+
+    def __init__(self, heads: Heads, width: int, layer: int, where: Where) -> None:
+        super().__init__()
+        self.strength = nn.Linear(width, heads.outputs, bias=False, **where)
+
+    @staticmethod
+    def heads(heads: int, kv_heads: int, size: int) -> Heads:
+        return Heads(2 * heads, kv_heads, kv_heads, size, size, heads, size)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor
+    ) -> Tensor:
+        first, second = fused(q, k, v, mask, scale, dropout).unflatten(2, (-1, 2)).unbind(3)
+        return first - torch.sigmoid(self.strength(x)).unsqueeze(-1) * second
+
+    def reference(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        first, second = weights(q, k, mask, scale).unflatten(1, (-1, 2)).unbind(2)
+        strength = torch.sigmoid(self.strength(x)).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
+        weight = first - strength * second
+        return gather(weight, v), weight
+
+    def extra_parameters(self) -> int:
+        return self.strength.weight.numel()
+
+    def start_parameters(self, draw: Draw) -> None:
+        draw.linear("strength", self.strength)

@@ -1,0 +1,138 @@
+"""How parameters start, drawn one by one from named streams.
+
+A stream is seeded by (seed, full parameter name), so two models that differ in one part share the start
+of every parameter they have in common: differences between variants are then paired.
+
+Starts are written `BASE` or `BASE+MODIFIER`:
+
+| base | every matrix | residual outputs |
+|---|---|---|
+| `gpt2` | N(0, 0.02²) | further scaled by 1/√(2·layers) |
+| `fan_in` | N(0, 0.7²/fan-in), close to PyTorch's default | the same |
+
+| modifier | what attention's own matrices become |
+|---|---|
+| `symmetric=c` | W_Q + c·W_K per head: a token looks for tokens like itself |
+| `mimetic` | W_Q·W_Kᵀ ≈ 0.7·Z + 0.7·I, W_O·W_V ≈ 0.4·Z − 0.4·I (Trockman & Kolter 2023, arXiv 2305.09828) |
+| `scaled_identity=s` | s·I when factorised, U(±1/√width) when collapsed (Vashisht & Ramaswamy 2026) |
+
+A modifier alone stands on the base its source used: `symmetric=1` is `fan_in+symmetric=1`, the other two
+are on `gpt2`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.errors import InputError, unknown
+
+BASES = ("gpt2", "fan_in")
+MODIFIERS = {"symmetric": 1.0, "mimetic": 0.7, "scaled_identity": 1e-6}
+USUAL_BASE = {"symmetric": "fan_in", "mimetic": "gpt2", "scaled_identity": "gpt2"}
+
+
+@dataclass(frozen=True)
+class Start:
+    base: str = "gpt2"
+    modifier: str | None = None
+    strength: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str | Start) -> Start:
+        if isinstance(text, Start):
+            return text
+        parts = text.replace(" ", "").split("+")
+        base = parts.pop(0) if parts[0] in BASES else None
+        if base and not parts:
+            return cls(base)
+        written = parts.pop(0)
+        match = re.fullmatch(r"(\w+?)(?:=([^()]+)|\((?:c=)?([^()]+)\))?", written)
+        name = match[1] if match else written
+        if match is None or parts or name not in MODIFIERS:
+            raise unknown(
+                "start", text, [*BASES, *(f"{b}+{m}" for b in BASES for m in MODIFIERS), *MODIFIERS]
+            )
+        number = match[2] or match[3]
+        try:
+            strength = float(number) if number else MODIFIERS[name]
+        except ValueError:
+            raise InputError(f"start '{text}': '{number}' is not a number") from None
+        return cls(base or USUAL_BASE[name], name, strength)
+
+    def __str__(self) -> str:
+        if self.modifier is None:
+            return self.base
+        shown = "" if self.modifier == "mimetic" else f"={self.strength:g}"
+        return f"{self.base}+{self.modifier}{shown}"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Draws one module's parameters; `prefix` is the module's name in the model."""
+
+    start: Start
+    seed: int
+    layers: int
+    prefix: str = ""
+
+    def generator(self, name: str) -> torch.Generator:
+        key = f"{self.seed}/{self.prefix}.{name}".encode()
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+        return torch.Generator().manual_seed(number)
+
+    def normal(self, name: str, shape: torch.Size | tuple[int, ...], std: float) -> Tensor:
+        # always drawn on the CPU in float64: the same numbers on every device and in every dtype
+        return torch.randn(shape, generator=self.generator(name), dtype=torch.float64) * std
+
+    def uniform(self, name: str, shape: torch.Size | tuple[int, ...], bound: float) -> Tensor:
+        return torch.rand(shape, generator=self.generator(name), dtype=torch.float64) * (2 * bound) - bound
+
+    def matrix(
+        self, name: str, shape: torch.Size | tuple[int, ...], fan_in: int, *, residual: bool = False
+    ) -> Tensor:
+        """A weight matrix from the start's base; `residual` marks one that writes to the residual stream."""
+        if self.start.base == "fan_in":
+            return self.normal(name, shape, 0.7 / fan_in**0.5)
+        return self.normal(name, shape, 0.02 / (2 * self.layers) ** 0.5 if residual else 0.02)
+
+    def linear(self, name: str, layer: nn.Linear, *, residual: bool = False) -> None:
+        """Start a linear layer: its matrix from the base, its bias at zero."""
+        fill(
+            layer.weight,
+            self.matrix(f"{name}.weight", layer.weight.shape, layer.in_features, residual=residual),
+        )
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+
+@runtime_checkable
+class Startable(Protocol):
+    """A module that knows how its own parameters start."""
+
+    def start_parameters(self, draw: Draw) -> None: ...
+
+
+@torch.no_grad()
+def initialise(
+    model: nn.Module, start: str | Start = "gpt2", *, seed: int | None = None, layers: int = 1
+) -> None:
+    """Start every parameter of `model`; without a seed, one is drawn from PyTorch's global generator."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return  # shapes only: whoever materialises the model starts it then
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    parsed = Start.parse(start)
+    for name, module in model.named_modules():
+        if isinstance(module, Startable):
+            module.start_parameters(Draw(parsed, seed, layers, name))
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, values: Tensor) -> None:
+    parameter.copy_(values.to(parameter.dtype))

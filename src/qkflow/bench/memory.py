@@ -1,0 +1,42 @@
+"""Peak memory of a call, from the allocator's own record: exact and repeatable, unlike resident size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """The most memory that `call` held at once beyond what was there before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    return _peak_on_cpu(call)
+
+
+def _peak_on_cpu(call: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise chats on stderr
+    from torch._C._profiler import _EventType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    assert record.profiler is not None
+    results = record.profiler.kineto_results
+    assert results is not None
+    waiting = list(results.experimental_event_tree())
+    changes = []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    held = peak = 0
+    for _, change in sorted(changes):
+        held += change
+        peak = max(peak, held)
+    return peak

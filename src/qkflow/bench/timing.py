@@ -1,0 +1,88 @@
+"""Ratios on a noisy machine: contestants take turns in one process, each right beside the reference.
+
+A contestant's round is the time of one call divided by the time of a call of the reference made just
+before or just after it, in random order, so that whatever else the machine does hits both. The ratio
+reported is the median over rounds, its interval a bootstrap of that median.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from qkflow.errors import InputError
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time relative to the reference (below 1 is faster), with a 95% interval, and seconds per call."""
+
+    ratio: float
+    low: float
+    high: float
+    seconds: float
+    rounds: int
+
+
+def interleave(
+    reference: Call,
+    contestants: Mapping[str, Call],
+    *,
+    rounds: int = 15,
+    warmup: int = 2,
+    seed: int = 0,
+    on_round: Callable[[], None] | None = None,
+) -> dict[str, Ratio]:
+    """Time every contestant against the reference."""
+    if rounds < 3:
+        raise InputError(f"a ratio with an interval needs at least 3 rounds, not {rounds}")
+    order = random.Random(seed)
+    for _ in range(warmup):
+        for call in (reference, *contestants.values()):
+            call()
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    collecting = gc.isenabled()
+    gc.disable()  # a collection that lands on one contestant is not its cost
+    try:
+        for _ in range(rounds):
+            for name in order.sample(list(contestants), len(contestants)):
+                if order.random() < 0.5:
+                    base = clock(reference)
+                    own = clock(contestants[name])
+                else:
+                    own = clock(contestants[name])
+                    base = clock(reference)
+                pairs[name].append((own, base))
+            gc.collect()
+            if on_round is not None:
+                on_round()
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: summarise(times, seed) for name, times in pairs.items()}
+
+
+def clock(call: Call) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def summarise(times: list[tuple[float, float]], seed: int = 0) -> Ratio:
+    """Median of the paired ratios with a bootstrap interval."""
+    ratios = [own / base for own, base in times]
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return Ratio(
+        ratio=statistics.median(ratios),
+        low=medians[50],
+        high=medians[1949],
+        seconds=statistics.median(own for own, _ in times),
+        rounds=len(ratios),
+    )

@@ -1,0 +1,226 @@
+"""`qkflow train`: one model, resumable."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+import yaml
+
+from qkflow import console, files
+from qkflow.errors import InputError
+from qkflow.training import Listener
+from qkflow.training.config import FREE, Parallel, Precision, RunConfig, Schedule
+
+
+def train(
+    folder: Annotated[Path, tyro.conf.Positional],
+    *,
+    config: Path | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    length: int | None = None,
+    preset: str | None = None,
+    coupling: str | None = None,
+    scoring: str | None = None,
+    start: str | None = None,
+    tokens: str | None = None,
+    steps: int | None = None,
+    minutes: float | None = None,
+    batch: int | None = None,
+    accumulate: int | None = None,
+    lr: float | None = None,
+    schedule: Schedule | None = None,
+    warmup: float | None = None,
+    pace: float | None = None,
+    seed: int | None = None,
+    precision: Precision | None = None,
+    device: str | None = None,
+    parallel: Parallel | None = None,
+    set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    threads: int | None = None,
+    json: bool = False,
+) -> int:
+    """Train one model into a folder. Stopped or killed, the same command goes on where it was.
+
+    The folder gets config.yaml, metrics.jsonl, checkpoints, and at the end the model and result.json.
+
+    examples:
+      qkflow train runs/first
+      qkflow train runs/coupled --data my_texts/ --coupling leapfrog:n=7 --tokens 5M --lr 2e-3
+      qkflow train runs/small --preset small --tokenizer bpe:8192 --length 256 --minutes 30
+      qkflow train runs/odd --config run.yaml --set train.beta2=0.98 --set model.kv_heads=2
+      torchrun --nproc-per-node 2 -m qkflow train runs/big --preset 60m --parallel fsdp
+
+    Args:
+        folder: where the run lives; an interrupted one goes on, a finished one is shown.
+        config: a YAML file with the sections model, data and train; flags come on top of it.
+        data: corpus to train on: a built-in name, a path or hf:owner/name:config (default: speeches).
+        tokenizer: bytes, bpe:SIZE, a path or hf:NAME (default: bpe:2048).
+        length: tokens of a window (default: 128).
+        preset: size of the model: tiny, small, 60m, 150m, 350m, 455m (default: tiny).
+        coupling: none, drift, euler, leapfrog:n=7, affine, ... (default: none).
+        scoring: softmax, differential or differential_v2 (default: softmax).
+        start: how weights start: gpt2, fan_in, symmetric=1, mimetic (default: gpt2).
+        tokens: how many to train on, e.g. 200k or 5M (default: 1M).
+        steps: how many steps, instead of tokens.
+        minutes: how long, instead of tokens; evaluation is not counted.
+        batch: windows of one step, over all processes (default: 16).
+        accumulate: parts that a batch is computed in, to save memory (default: 1).
+        lr: learning rate (default: 3e-3).
+        schedule: how it falls (default: cosine).
+        warmup: share of the run, or number of steps, in which it rises (default: 0.02).
+        pace: how many times as fast the query-key circuit learns (default: 1).
+        seed: of the weights' start and the order of the data (default: 0).
+        precision: fp32 or bf16 (default: fp32).
+        device: auto, cpu, cuda or mps (default: auto).
+        parallel: how the processes of torchrun share the work (default: ddp).
+        set: any other key of the config, e.g. train.clip=0.5; may be repeated.
+        threads: of the processor (default: all cores).
+        json: print the result as one JSON object instead of a table.
+    """
+    from qkflow.training import worker
+
+    flags = {
+        "model": {"preset": preset, "start": start, "attention": {"coupling": coupling, "scoring": scoring}},
+        "data": {"corpus": data, "tokenizer": tokenizer, "length": length},
+        "train": {
+            "tokens": tokens, "steps": steps, "minutes": minutes, "batch": batch, "accumulate": accumulate,
+            "lr": lr, "schedule": schedule, "warmup": warmup, "pace": pace, "seed": seed,
+            "precision": precision, "device": device,
+        },
+    }  # fmt: skip
+    given = _merge(_merge(_read(config), _without_none(flags)), _assignments(set))
+    settle(folder, given)
+    worker.prepare_process(threads)
+    with _Shown(folder) as shown:
+        code = worker.work(folder, shown, parallel)
+    if code == worker.INTERRUPTED:
+        console.err.print(f"qkflow train {folder}  goes on from there", highlight=False, soft_wrap=True)
+    if code == worker.FINISHED and shown.leads:
+        show_result(folder, json)
+    return code
+
+
+def settle(folder: Path, given: dict[str, Any]) -> None:
+    """Write the config of a new run, or make sure that what is asked for is what an old one does."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        config = RunConfig.from_dict(given)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder} holds something else: give a new or an empty folder")
+        files.write_atomic(path, config.to_yaml())
+        return
+    old = RunConfig.load(path)
+    if not given:
+        return
+    new = RunConfig.from_dict(_merge(old.to_dict(), given))
+    free = {f"train.{name} " for name in FREE}
+    bound = [text for text in old.differences(new) if not any(text.startswith(name) for name in free)]
+    if bound:
+        raise InputError(
+            f"{folder} holds another run ({bound[0]}): leave that out to go on, or give another folder"
+        )
+    files.write_atomic(path, new.to_yaml())
+
+
+def show_result(folder: Path, json: bool) -> None:
+    result = json_module.loads((folder / "result.json").read_text("utf-8"))
+    if json:
+        console.emit_json({"folder": str(folder), **result})
+        return
+    speed = result["tokens"] / max(result["seconds"], 1e-9)
+    lines = [
+        f"[bold]{folder}[/]: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "
+        f"{result['seconds']:.0f} s of training ({speed:,.0f} tokens/s)",
+        f"validation: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}"
+        + (f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""),
+        f"next: qkflow generate {folder} --prompt '...'   qkflow probe {folder} --text '...'",
+    ]
+    console.out.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+class _Shown(Listener):
+    """A progress bar with tokens a second, loss and time left, on stderr."""
+
+    def __init__(self, folder: Path) -> None:
+        from rich.progress import TextColumn
+
+        self.leads = True
+        self._folder = folder
+        self._bar = console.progress(TextColumn("{task.fields[said]}"))
+        self._task: Any = None
+        self._speed = ""
+        self._held_out = ""
+
+    def __enter__(self) -> _Shown:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, run: Any) -> None:
+        self.leads = run.team.leads
+        if not self.leads:
+            return
+        total = run.budget.steps or run.budget.seconds
+        self._task = self._bar.add_task(
+            f"training {self._folder.name}", total=total, completed=run.step, said=""
+        )
+        self._bar.start()
+
+    def stepped(self, run: Any, loss: Any) -> None:
+        if self._task is not None:
+            done = run.step if run.budget.steps else min(round(run.seconds), round(run.budget.seconds))
+            self._bar.update(self._task, completed=done)
+
+    def row(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "train":
+            self._speed = f"{row['tokens_per_second']:,.0f} tokens/s  loss {row['loss']:.3f}"
+        elif row["kind"] == "eval":
+            self._held_out = f"  validation {row['loss']:.3f}"
+        self._bar.update(self._task, said=self._speed + self._held_out)
+
+    def note(self, text: str) -> None:
+        self._bar.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _read(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    RunConfig.load(path)  # says what is wrong with it, and where
+    values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    return values
+
+
+def _assignments(texts: tuple[str, ...]) -> dict[str, Any]:
+    """`train.clip=0.5` as the nested mapping it stands for."""
+    merged: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise InputError(f"--set takes section.key=value, e.g. train.clip=0.5, not '{text}'")
+        nested: Any = yaml.safe_load(value)
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        merged = _merge(merged, nested)
+    return merged
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for key, value in values.items():
+        value = _without_none(value) if isinstance(value, dict) else value
+        if value is not None and value != {}:
+            kept[key] = value
+    return kept

@@ -1,0 +1,202 @@
+"""Prepared corpora on disk: a folder of token files, mapped into memory, and a manifest with checksums.
+
+manifest.json         what it is, counts, the size and checksums of every other file, its own seal
+tokenizer.json        the tokenizer's state
+token_bytes.bin       int32: UTF-8 bytes of each token
+train.tokens.bin      uint16 or uint32: the documents' tokens, each document followed by its end token
+train.documents.bin   int64: where each document begins, and the end of the last
+validation.*, test.*  the same
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from qkflow import files
+from qkflow.data import splits
+from qkflow.data.tokenizer import Tokenizer, restore
+from qkflow.data.windows import EvalWindows
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_BLOCK = 4096
+_SAMPLES = 32
+
+
+class DamagedError(Exception):
+    """A prepared set that is not what its manifest says; the message names the file."""
+
+
+class TokenSet:
+    """A prepared corpus: tokens of each split, mapped from disk, and the tokenizer that made them."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self._manifest = folder, manifest
+        self.name: str = manifest["corpus"]["name"]
+        self.fingerprint: str = manifest["fingerprint"]
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self.end_of_document: int = manifest["tokenizer"]["end_of_document"]
+
+    def __repr__(self) -> str:
+        return f"TokenSet({self.name!r}, {self._manifest['tokenizer']['spec']!r}, {self.fingerprint})"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return restore((self.folder / "tokenizer.json").read_text("utf-8"), self.end_of_document)
+
+    def tokens(self, split: str) -> np.ndarray:
+        """All tokens of a split in one read-only array; empty where the corpus has no such split."""
+        return self._mapped(f"{splits.named(split)}.tokens.bin", self._manifest["dtype"])
+
+    def documents(self, split: str) -> np.ndarray:
+        """Where each document of `tokens(split)` begins, then where the last one ends."""
+        return self._mapped(f"{splits.named(split)}.documents.bin", "<i8")
+
+    def bytes(self, split: str) -> int:
+        """UTF-8 bytes of a split's documents: bits per byte = loss / ln 2 * tokens / bytes."""
+        return int(self._manifest["splits"][splits.named(split)]["bytes"])
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes that each token stands for."""
+        return self._mapped("token_bytes.bin", "<i4")
+
+    def evaluation(self, split: str, length: int, batch: int, limit: int | None = None) -> EvalWindows:
+        """Windows to evaluate on, knowing the bytes they cover.
+
+        The count is exact for byte-level tokenizers, and for all if the whole split is covered; other
+        tokenizers lose some text (case, spaces), which a part of a split is taken to lose at the mean rate.
+        """
+        windows = EvalWindows(self.tokens(split), length, batch, limit, token_bytes=self.token_bytes)
+        counted = self._manifest["counted_bytes"][splits.named(split)]
+        if windows.covered_bytes is not None and counted:
+            windows.covered_bytes = round(windows.covered_bytes * self.bytes(split) / counted)
+        return windows
+
+    def describe(self) -> dict[str, Any]:
+        """What a result should say about the data it was measured on."""
+        kept = ("corpus", "tokenizer", "splits", "fingerprint")
+        return {key: self._manifest[key] for key in kept} | {"name": self.name, "folder": str(self.folder)}
+
+    def _mapped(self, name: str, dtype: str) -> np.ndarray:
+        path = self.folder / name
+        if path.stat().st_size == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype)
+        return np.memmap(path, dtype, mode="r").view(np.ndarray)
+
+
+def open_set(folder: Path, *, thorough: bool = False) -> TokenSet:
+    """Open a prepared set, checking the size and a sample of every file, or, if `thorough`, all of it.
+
+    Raises FileNotFoundError where there is none and DamagedError where there is one that cannot be trusted.
+    """
+    text = (folder / MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(text)
+        seal = manifest.pop("seal")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise DamagedError(f"{folder / MANIFEST} is damaged") from error
+    if seal != _seal(manifest) or manifest["format"] != FORMAT:
+        raise DamagedError(f"{folder / MANIFEST} is damaged")
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            raise DamagedError(f"{path} is missing or of the wrong size")
+        if _sample(path) != entry["sample"] or (thorough and _checksum(path) != entry["sha256"]):
+            raise DamagedError(f"{path} is damaged: its content does not have the recorded checksum")
+    return TokenSet(folder, manifest)
+
+
+class SetWriter:
+    """Writes a set into `folder`, which must be of no interest to anybody until `finish` has returned."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self._folder, self._tokenizer = folder, tokenizer
+        self._files: dict[str, BinaryIO] = {}
+        self._token_bytes = tokenizer.token_bytes()
+        self._counted_bytes = dict.fromkeys(
+            splits.SPLITS, 0
+        )  # the text's bytes, as far as its tokens keep them
+        self.counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits.SPLITS}
+        for split in splits.SPLITS:
+            self._file(f"{split}.tokens.bin")
+            self._file(f"{split}.documents.bin").write(np.zeros(1, "<i8").tobytes())
+
+    def __enter__(self) -> SetWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _file(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            self._files[name] = open(self._folder / name, "wb")  # noqa: SIM115 - closed by __exit__
+        return self._files[name]
+
+    def add(self, split: str, tokens: np.ndarray, size: int) -> None:
+        """Append documents, each ending with its end token, that were `size` bytes of text."""
+        count = self.counts[split]
+        ends = np.flatnonzero(tokens == self._tokenizer.end_of_document) + 1 + count["tokens"]
+        self._file(f"{split}.tokens.bin").write(tokens.astype(self._tokenizer.dtype, copy=False).data)
+        self._file(f"{split}.documents.bin").write(ends.astype("<i8").data)
+        count["documents"] += len(ends)
+        count["tokens"] += len(tokens)
+        count["bytes"] += size
+        self._counted_bytes[split] += int(self._token_bytes[tokens].sum())
+
+    def finish(self, corpus: dict[str, Any], spec: str) -> None:
+        """Write everything else, the manifest last, and make it durable."""
+        self._file("token_bytes.bin").write(self._token_bytes.astype("<i4").tobytes())
+        self._file("tokenizer.json").write(self._tokenizer.state().encode())
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        entries = {name: _entry(self._folder / name) for name in sorted(self._files)}
+        content = json.dumps([(name, entry["sha256"]) for name, entry in entries.items()])
+        manifest = {
+            "format": FORMAT,
+            "corpus": corpus,
+            "tokenizer": {
+                "spec": spec,
+                "vocab_size": self._tokenizer.vocab_size,
+                "end_of_document": self._tokenizer.end_of_document,
+            },
+            "dtype": self._tokenizer.dtype.str,
+            "splits": self.counts,
+            "counted_bytes": self._counted_bytes,
+            "files": entries,
+            "fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
+        }
+        files.write_json(self._folder / MANIFEST, manifest | {"seal": _seal(manifest)})
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _checksum(path), "sample": _sample(path)}
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sample(path: Path) -> str:
+    """A checksum of blocks spread over the file, its first and last among them: quick for any size."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        last = max(0, path.stat().st_size - _BLOCK)
+        for place in sorted({last * step // (_SAMPLES - 1) for step in range(_SAMPLES)}):
+            file.seek(place)
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""Which split a document belongs to: the data set's own, or a stable hash of its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from typing import NamedTuple
+
+from qkflow.errors import InputError, unknown
+
+SPLITS = ("train", "validation", "test")
+
+# What a source says of its documents besides naming a split: these are still to be divided.
+UNDIVIDED = "undivided"
+UNDIVIDED_TRAIN = "undivided train"  # the set has a test split of its own, but none for validation
+
+# split -> upper end of its share of the hashes
+SHARES = {
+    UNDIVIDED: (("validation", 0.05), ("test", 0.10)),
+    UNDIVIDED_TRAIN: (("validation", 0.05),),
+}
+FIRST = 40  # documents looked at before one of them is sent to validation by force
+
+_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+
+
+def named(split: str) -> str:
+    """A split's full name: `valid`, `val` and `dev` mean `validation`."""
+    if split not in _WORDS:
+        raise unknown("split", split, SPLITS)
+    return _WORDS[split]
+
+
+def split_in(words: Iterable[str]) -> str | None:
+    """The split that one of these words names, if any does."""
+    return next((_WORDS[word] for word in words if word in _WORDS), None)
+
+
+def parts_of(own: Iterable[str]) -> dict[str, str]:
+    """What a data set's own splits are used for; empty where they do not tell training from the rest."""
+    found = set(own)
+    if "train" not in found or len(found) == 1:
+        return {}
+    if "validation" not in found:
+        return {"train": UNDIVIDED_TRAIN, "test": "test"}
+    return {split: split for split in found}
+
+
+class Document(NamedTuple):
+    split: str
+    text: str
+    size: int  # in UTF-8 bytes
+
+
+def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
+    """Give every (part, text) its split, in order.
+
+    A document without a split of its own gets one by a hash of its text alone: 5% validation, 5% test.
+    Equal texts therefore never stand on both sides, and adding documents moves none of the others. A small
+    set might miss a split by chance: if none of the first forty documents is for validation (or for
+    training), the one with the lowest (highest) hash is.
+    """
+    held: list[tuple[float, Document]] = []  # the first undivided documents
+    forced: dict[float, str] | None = None  # which of them were sent elsewhere than their hash says
+    for part, text in parts:
+        text, data = _utf8(text)
+        if part in SPLITS:
+            yield Document(part, text, len(data))
+            continue
+        place = int.from_bytes(blake2b(data, digest_size=8).digest(), "little") / 2**64
+        split = next((split for split, end in SHARES[part] if place < end), "train")
+        document = Document(split, text, len(data))
+        if forced is not None:
+            yield document._replace(split=forced.get(place, split))
+            continue
+        held.append((place, document))
+        if len(held) == FIRST:
+            forced = _forced(held, name)
+            yield from _settled(held, forced)
+    if forced is None and held:
+        yield from _settled(held, _forced(held, name))
+
+
+def _settled(held: list[tuple[float, Document]], forced: dict[float, str]) -> Iterator[Document]:
+    return (document._replace(split=forced.get(place, document.split)) for place, document in held)
+
+
+def _forced(held: list[tuple[float, Document]], name: str) -> dict[float, str]:
+    places = {place for place, _ in held}
+    if len(places) == 1:
+        raise InputError(f"'{name}' holds a single document: too little to keep some of it for validation")
+    found = {document.split for _, document in held}
+    ends = {"validation": min(places), "train": max(places)}
+    return {place: split for split, place in ends.items() if split not in found}
+
+
+def _utf8(text: str) -> tuple[str, bytes]:
+    try:
+        return text, text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, as a JSON escape can make it
+        data = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        return data.decode(), data

@@ -1,0 +1,110 @@
+"""Rows of text from JSONL, CSV, TSV and Parquet: which column holds it, and what to say of a bad row."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from qkflow.errors import InputError, unknown
+
+USUAL = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
+MENTIONED = 12  # columns named in an error, at most
+
+
+def choose_column(columns: list[str], texts: list[str], wanted: str | None, where: object) -> str:
+    """The column that holds the text: the one asked for, one of the usual names, or the only one of text."""
+    if wanted in columns:
+        return wanted
+    if wanted is not None:
+        near = difflib.get_close_matches(wanted, columns, n=MENTIONED) or columns
+        raise unknown(f"column of {where}", wanted, near[:MENTIONED])
+    if not texts:
+        raise InputError(
+            f"{where} has no column of text, only {', '.join(columns[:MENTIONED]) or 'empty rows'}"
+        )
+    usual = [name for name in USUAL if name in texts]
+    if not usual and len(texts) > 1:
+        raise InputError(
+            f"{where} has the columns {', '.join(texts[:MENTIONED])}: "
+            f"say which holds the text, as in {where}#{texts[0]}"
+        )
+    return (usual or texts)[0]
+
+
+def checked(value: object, where: object, column: str, number: int) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where} row {number}: column '{column}' holds {type(value).__name__}, not text")
+    return value
+
+
+def jsonl_rows(stream: IO[bytes], path: Path, column: str | None) -> Iterator[str]:
+    """One object (its `column`) or one string a line; rows whose column is missing or null are left out."""
+    chosen = None
+    for number, line in enumerate(stream, start=1):
+        if line.isspace():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path} line {number} is not JSON: one object a line is expected") from error
+        if isinstance(row, str):
+            yield row
+            continue
+        if not isinstance(row, dict):
+            raise InputError(
+                f"{path} line {number} is a JSON {type(row).__name__}: one object a line is expected"
+            )
+        if chosen is None:
+            texts = [name for name, value in row.items() if isinstance(value, str)]
+            chosen = choose_column(list(row), texts, column, path)
+        value = row.get(chosen)
+        if value is not None:
+            yield checked(value, path, chosen, number)
+
+
+def csv_rows(stream: io.TextIOBase, path: Path, column: str | None, *, tabs: bool) -> Iterator[str]:
+    """Rows under a line of column names; where `column` is a number (from 1), there is no such line."""
+    import csv
+
+    csv.field_size_limit(1 << 30)
+    # TSV as data sets use it knows no quoting: a quotation mark is part of the text.
+    rows = csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(stream)
+    if column is not None and column.isdigit():
+        index = int(column) - 1
+    else:
+        names = next(rows, [])
+        index = names.index(choose_column(names, names, column, path))
+    for row in rows:
+        if row and not 0 <= index < len(row):
+            raise InputError(
+                f"{path} line {rows.line_num} has {len(row)} columns: there is no number {index + 1}"
+            )
+        if row:
+            yield row[index]
+
+
+def parquet_rows(path: Path, column: str | None, advance: Callable[[int], None]) -> Iterator[str]:
+    """Rows of a Parquet file; `advance(bytes)` is told how much of the file they stand for."""
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise InputError('reading Parquet needs pyarrow: pip install "qkflow[data]"') from error
+    try:
+        table = parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise InputError(f"{path} is not a Parquet file, or is damaged") from error
+    schema = table.schema_arrow
+    texts = [field.name for field in schema if str(field.type) in ("string", "large_string", "string_view")]
+    chosen = choose_column(schema.names, texts, column, path)
+    number, size = 0, path.stat().st_size
+    for batch in table.iter_batches(batch_size=1024, columns=[chosen]):
+        for value in batch.column(0).to_pylist():
+            number += 1
+            if value is not None:
+                yield checked(value, path, chosen, number)
+        advance(size * batch.num_rows // table.metadata.num_rows)

@@ -1,0 +1,155 @@
+"""Put a coupling into the attention layers of a model that somebody else wrote, and take it out again.
+
+`qkflow.anatomy` finds the layers and their projections; `qkflow.hub.coupled` says what a coupled layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from qkflow.anatomy import Site, fold_drift, placement, refuse_unfoldable, self_attentions
+from qkflow.attention import couplings
+from qkflow.attention.registry import Spec
+from qkflow.attention.starts import Draw, Start, Startable
+from qkflow.errors import InputError
+from qkflow.hub.coupled import CoupledAttention, couple_layer, uncouple_layer
+
+
+def attach(
+    model: nn.Module,
+    coupling: str | Spec = "affine",
+    *,
+    layers: Iterable[int] | None = None,
+    start: str | Start = "gpt2",
+    seed: int | None = None,
+    freeze_base: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """Couple the queries and keys of a `transformers` model (or one built like it), in place.
+
+        model = AutoModelForCausalLM.from_pretrained("gpt2")
+        attach(model, "affine", hidden=16)            # the same as "affine:hidden=16"
+
+    layers         numbers of the attention layers, counted from 0 (negative: from the end); default all
+    start, seed    how the coupling's networks start; a seed makes it repeatable
+    freeze_base    train the coupling alone
+
+    Couplings that start as the identity (`affine`) leave the model's output bit for bit as it was.
+    """
+    given = Spec.parse(coupling)
+    spec = couplings.check(Spec(given.name, {**given.options, **options}))
+    base = inner_model(model)  # names, and with them seeded starts, are those of the model itself
+    sites = _choose(self_attentions(base), layers)
+    for site in sites:
+        refuse_coupled(site)
+    seed = int(torch.randint(2**62, ())) if seed is None else seed
+    for site in sites:
+        part = couplings.build(spec, site.heads, placement(site.module.get_submodule(site.q), base))
+        _start(part, Draw(Start.parse(start), seed, len(sites), f"{site.name}.coupling"))
+        couple_layer(site, str(spec), part)
+    if freeze_base:
+        freeze(model)
+    return model
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside what `torch.compile`, data parallelism and PEFT wrap around it."""
+    for attribute in ("_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module):
+            return inner_model(inner)
+    get_base = getattr(model, "get_base_model", None)
+    return get_base() if callable(get_base) else model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Take every coupling off again, in place: the model is what it was before `attach`."""
+    for _, layer in attached(model):
+        uncouple_layer(layer)
+    return model
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Fold every `drift` into the query projections, in place: a plain `transformers` model remains.
+
+    q + Δ·k = (W_Q + Δ·W_K)·x for each head, so the output stays the same up to rounding.
+    """
+    layers = list(attached(model))
+    if not layers:
+        raise InputError("no coupling is attached to this model, so there is nothing to merge")
+    sites = {site.name: site for site in self_attentions(model)}
+    for name, layer in layers:  # all of them are checked before the first is changed
+        if Spec.parse(layer.coupling_plan.spec).name != "drift":
+            raise InputError(
+                f"'{name}' has the coupling '{layer.coupling_plan.spec}', which is not linear and cannot "
+                "become weights: only 'drift' merges; keep the coupling attached and save it with hub.save"
+            )
+        refuse_unfoldable(sites[name])
+    for name, layer in layers:
+        fold_drift(sites[name], layer.coupling.fold())  # type: ignore[operator]
+    return detach(model)
+
+
+def attached(model: nn.Module) -> list[tuple[str, CoupledAttention]]:
+    """The coupled layers of a model and their names."""
+    found = model.named_modules()
+    return [(name, module) for name, module in found if isinstance(module, CoupledAttention)]
+
+
+def freeze(model: nn.Module) -> None:
+    """Train the couplings, and adapters that PEFT has put in, but nothing of the model itself."""
+    for name, parameter in model.named_parameters():
+        if ".coupling." in name:
+            parameter.requires_grad_(True)
+        elif "lora_" not in name and ".modules_to_save." not in name:
+            parameter.requires_grad_(False)
+
+
+def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
+    """Print and return how many parameters train, belong to couplings, and exist."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    added = sum(p.numel() for _, layer in attached(model) for p in layer.coupling.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    print(
+        f"trainable params: {trainable:,} || coupling: {added:,} || all params: {total:,} || "
+        f"trainable%: {100 * trainable / max(total, 1):.4f}"
+    )
+    return trainable, added, total
+
+
+def _choose(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
+    if layers is None:
+        return sites
+    chosen = []
+    for layer in dict.fromkeys(layers):
+        if not -len(sites) <= layer < len(sites):
+            raise InputError(f"there is no attention layer {layer}: the model has {len(sites)}, from 0")
+        chosen.append(sites[layer])
+    if not chosen:
+        raise InputError("layers is empty: name at least one attention layer, or leave it out for all")
+    return chosen
+
+
+def refuse_coupled(site: Site) -> None:
+    if isinstance(site.module, CoupledAttention):
+        raise InputError(
+            f"'{site.name}' already has the coupling '{site.module.coupling_plan.spec}': detach(model) first"
+        )
+    if hasattr(site.module, "coupling"):
+        raise InputError(f"'{site.name}' has an attribute `coupling` of its own, so none can be attached")
+    if "forward" in vars(site.module) and "_old_forward" not in vars(site.module):
+        raise InputError(
+            f"the forward of '{site.name}' has been replaced on the layer itself, so a coupling would never "
+            "run: attach first, then add what replaced it"
+        )
+
+
+@torch.no_grad()
+def _start(part: nn.Module, draw: Draw) -> None:
+    for name, module in part.named_modules():
+        if isinstance(module, Startable):
+            module.start_parameters(Draw(draw.start, draw.seed, draw.layers, f"{draw.prefix}.{name}"))

@@ -1,0 +1,230 @@
+"""A coupled layer: somebody else's attention, whose projections hand out coupled queries and keys.
+
+Every attention layer of the field begins alike: project the tokens to queries and keys, cut them into
+heads, then normalise and rotate. A coupling belongs between the first two, so nothing of the layer's code
+has to be known but the names of its projections. A coupled layer has
+
+- a child `coupling`, whose weights are all that is added: names, weights and hooks of the model stay; and
+- a class of its own, a subclass of the one it had, whose forward runs the layer's own forward, unchanged,
+  on a *view* of the layer: the same layer in everything but that its projections are coupled.
+
+The view lives for one call. So nothing is kept between calls that caches, recomputation in the backward
+pass, threads or `torch.compile` could trip over, and whatever stands in the place of a projection (LoRA, a
+quantised layer, an offloaded one) is called as the layer would call it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.anatomy import Layout, Site
+from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings import Coupling
+from qkflow.attention.heads import Heads
+from qkflow.errors import InputError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a coupled layer has to know: its coupling, and where its queries and keys come from."""
+
+    spec: str
+    q: str
+    k: str
+    heads: Heads
+    layout: Layout | None
+    circuit: FactorisedQK | None  # the very projections, for couplings that can make use of their weights
+
+
+class CoupledAttention(nn.Module):
+    """The part of a coupled layer that is ours; `coupled_class` puts it in front of the model's own class."""
+
+    roles: ClassVar[dict[str, str]] = {"coupling": "coupling"}
+    original: ClassVar[type[nn.Module]]
+    coupling: nn.Module
+    coupling_plan: Plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        view = (SeparateView if self.coupling_plan.layout is None else FusedView)(self)
+        out = self.original.forward(view, *args, **kwargs)
+        view.finish()
+        return out
+
+    def __reduce__(self) -> Any:
+        # a class made at run time cannot be found by its name, so copies and pickles make it anew
+        return _empty, (self.original,), self.__dict__
+
+
+_classes: dict[type[nn.Module], type[CoupledAttention]] = {}
+
+
+def coupled_class(original: type[nn.Module]) -> type[CoupledAttention]:
+    if original not in _classes:
+        name = f"Coupled{original.__name__}"
+        _classes[original] = type(name, (CoupledAttention, original), {"original": original})
+    return _classes[original]
+
+
+def _empty(original: type[nn.Module]) -> nn.Module:
+    cls = coupled_class(original)
+    return cls.__new__(cls)
+
+
+class View:
+    """A layer as its own forward sees it for one call."""
+
+    def __init__(self, layer: CoupledAttention) -> None:
+        if not torch.compiler.is_compiling():
+            # at hand, so that they need not be looked up one by one, which generation would feel
+            vars(self).update(vars(layer))
+            vars(self).update(layer._modules)
+        self.coupled_layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.coupled_layer, name)
+
+    def couple(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Couple (B, T, H, D) and (B, T, G, D); what comes out has the precision that went in."""
+        coupling = self.coupled_layer.coupling
+        if not torch.is_autocast_enabled(q.device.type):
+            out: tuple[Tensor, Tensor] = coupling(q, k)
+            return out
+        # a coupling is small and works in the precision of its own weights
+        own = next(coupling.parameters(), q).dtype
+        with torch.autocast(q.device.type, enabled=False):
+            new_q, new_k = coupling(q.to(own), k.to(own))
+        return new_q.to(q.dtype), new_k.to(k.dtype)
+
+    def finish(self) -> None:
+        """The layer's forward is over."""
+
+
+class SeparateView(View):
+    """Whichever projection is asked first, both run; the other's half is kept until it is asked for."""
+
+    def __init__(self, layer: CoupledAttention) -> None:
+        super().__init__(layer)
+        self.coupled_input: Tensor | None = None
+        self.coupled_q: Tensor | None = None
+        self.coupled_k: Tensor | None = None
+        setattr(self, layer.coupling_plan.q, self.queries)
+        setattr(self, layer.coupling_plan.k, self.keys)
+
+    def queries(self, x: Tensor) -> Tensor | None:
+        if self.coupled_input is not x:
+            self._project(x)
+        q, self.coupled_q = self.coupled_q, None
+        return q
+
+    def keys(self, x: Tensor) -> Tensor | None:
+        if self.coupled_input is not x:
+            self._project(x)
+        k, self.coupled_k = self.coupled_k, None
+        return k
+
+    def _project(self, x: Tensor) -> None:
+        if self.coupled_input is not None:
+            raise InputError(
+                f"{type(self.coupled_layer).__name__} projects queries and keys from different tensors, as "
+                "cross-attention does, so no token has both: detach this layer"
+            )
+        plan, parts = self.coupled_layer.coupling_plan, self.coupled_layer._modules
+        to_q, to_k = parts[plan.q], parts[plan.k]
+        assert to_q is not None
+        assert to_k is not None
+        if plan.circuit is not None and self._together(plan.circuit, to_q, to_k, x):
+            q, k = self.coupled_layer.coupling.from_input(x, plan.circuit)  # type: ignore[operator]
+        else:
+            q, k = to_q(x), to_k(x)
+            q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
+            k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
+            q, k = self.couple(q, k)
+        q, k = q.flatten(2), k.flatten(2)
+        if x.dim() != 3:
+            q, k = q.view(*x.shape[:-1], -1), k.view(*x.shape[:-1], -1)
+        self.coupled_input, self.coupled_q, self.coupled_k = x, q, k
+
+    def _together(self, circuit: FactorisedQK, to_q: nn.Module, to_k: nn.Module, x: Tensor) -> bool:
+        """Whether projecting and coupling may be one: nothing has been put in anything's place since."""
+        parts = circuit._modules
+        return (
+            parts["q"] is to_q
+            and parts["k"] is to_k
+            and _untouched(to_q)
+            and _untouched(to_k)
+            and x.dim() == 3
+            and isinstance(self.coupled_layer._modules["coupling"], Coupling)
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+
+    def finish(self) -> None:
+        if (self.coupled_q is None) != (self.coupled_k is None):
+            raise InputError(
+                f"{type(self.coupled_layer).__name__} used its query without its own key, as layers do that "
+                "share another layer's keys: detach this layer"
+            )
+
+
+class FusedView(View):
+    """One projection gives queries, keys and values: cut, couple, and put together again."""
+
+    def __init__(self, layer: CoupledAttention) -> None:
+        super().__init__(layer)
+        setattr(self, layer.coupling_plan.q, self.fused)
+
+    def fused(self, x: Tensor) -> Tensor:
+        layer, plan = self.coupled_layer, self.coupled_layer.coupling_plan
+        assert plan.layout is not None
+        out: Tensor = getattr(layer, plan.q)(x)
+        q, k, v = plan.layout.split(out.view(-1, *out.shape[-2:]))
+        return plan.layout.join(*self.couple(q, k), v).view(out.shape)
+
+
+def couple_layer(site: Site, spec: str, part: nn.Module) -> None:
+    """Give one layer its coupling and its class."""
+    layer = site.module
+    part.train(layer.training)
+    layer.coupling = part
+    plan = Plan(spec, site.q, site.k, site.heads, site.layout, _circuit(site, part))
+    layer.coupling_plan = plan  # type: ignore[assignment]
+    _change_class(layer, coupled_class(type(layer)))
+
+
+def uncouple_layer(layer: CoupledAttention) -> None:
+    del layer.coupling, layer.coupling_plan
+    _change_class(layer, layer.original)
+
+
+def _circuit(site: Site, part: nn.Module) -> FactorisedQK | None:
+    """The layer's own projections as a circuit of ours, for couplings that use products of their weights."""
+    q, k = site.module.get_submodule(site.q), site.module.get_submodule(site.k)
+    if getattr(type(part), "from_input", None) is Coupling.from_input:
+        return None
+    if site.layout is not None or not isinstance(q, nn.Linear) or not isinstance(k, nn.Linear):
+        return None
+    if (q.bias is None) != (k.bias is None) or not _untouched(q) or not _untouched(k):
+        return None
+    circuit = FactorisedQK(1, Heads(1, 1, 1, 1, 1, 1, 1), bias=False, device="meta")
+    circuit.heads, circuit.q, circuit.k = site.heads, q, k
+    return circuit
+
+
+def _untouched(projection: nn.Module) -> bool:
+    """Whether calling this layer is no more than a product with its weight."""
+    return (
+        type(projection) is nn.Linear
+        and "forward" not in projection.__dict__
+        and not projection._forward_hooks
+        and not projection._forward_pre_hooks
+    )
+
+
+def _change_class(layer: nn.Module, cls: type[nn.Module]) -> None:
+    layer.__class__ = cls
+    if "_old_forward" in vars(layer):  # accelerate hooks a layer by keeping its old forward, bound
+        layer._old_forward = MethodType(cls.forward, layer)  # type: ignore[assignment]

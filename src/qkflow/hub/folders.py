@@ -1,0 +1,136 @@
+"""Models on disk: opened whatever they are, and written in the form that is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from qkflow import files
+from qkflow.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer
+from qkflow.errors import InputError
+from qkflow.hub.adapters import load
+from qkflow.hub.card import model_card
+from qkflow.hub.convert import from_transformers, to_llama, to_transformers
+
+Form = Literal["qkflow", "llama"]
+
+
+def open_model(
+    source: str | Path, *, coupling: str | Path | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A causal model and its tokenizer: a run of ours, or a folder or hub name of `transformers`.
+
+    `coupling` is a folder that `hub.save` wrote, to be attached. Code that comes with a model is never run.
+    """
+    if is_run(Path(source)):
+        decoder, tokenizer = _training().load_model(source)
+        model, words = to_transformers(decoder, **_special(tokenizer)), fast_tokenizer(tokenizer)
+    else:
+        model, words = _pretrained(str(source))
+    if coupling is not None:
+        load(model, coupling)
+    return model.eval(), words
+
+
+def export(source: str | Path, out: str | Path, *, to: Form = "qkflow") -> PreTrainedModel:
+    """Write a run of ours as a `transformers` folder with weights, tokenizer and model card."""
+    decoder, tokenizer = _training().load_model(source)
+    convert = {"qkflow": to_transformers, "llama": to_llama}
+    if to not in convert:
+        raise InputError(f"a model is exported to 'qkflow' or 'llama', not '{to}'")
+    model = convert[to](decoder, **_special(tokenizer))
+    with _whole_folder(Path(out)) as folder:
+        model.save_pretrained(folder)
+        fast_tokenizer(tokenizer).save_pretrained(folder)
+        files.write_atomic(folder / "README.md", model_card(decoder, to))
+    return model
+
+
+def import_model(source: str | Path, out: str | Path) -> nn.Module:
+    """Write a `transformers` model (of our architecture, or a Llama) as a folder that `qkflow` reads."""
+    model, words = _pretrained(str(source))
+    decoder = from_transformers(model)
+    tokenizer = _our_tokenizer(words)
+    training = _training()
+    with _whole_folder(Path(out)) as folder:
+        training.save(folder / "model", decoder.config, training.full_weights(decoder), tokenizer)
+    return decoder
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run of ours, or the `model` folder of one."""
+    for config in (path / "config.json", path / "model" / "config.json"):
+        if config.is_file():
+            try:
+                return "format" in json.loads(config.read_text())
+            except ValueError:
+                return False
+    return False
+
+
+def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Our tokenizer as one of `transformers`."""
+    from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers import decoders, models, pre_tokenizers
+
+    if isinstance(tokenizer, SubwordTokenizer):
+        rust = RustTokenizer.from_str(tokenizer.state())
+        end = rust.id_to_token(tokenizer.end_of_document)
+    else:  # bytes: token i is byte i, written in the letters that byte-level BPE has for bytes
+        letters = bytes_to_unicode()
+        rust = RustTokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        rust.decoder = decoders.ByteLevel()
+        end = "<|endoftext|>"
+        rust.add_special_tokens([end])
+    return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=end, pad_token=end)
+
+
+def _our_tokenizer(words: PreTrainedTokenizerFast) -> Tokenizer:
+    if len(words) == ByteTokenizer.vocab_size and words.encode("é") == list("é".encode()):
+        return ByteTokenizer()
+    return SubwordTokenizer(words.backend_tokenizer, words.eos_token)
+
+
+def _special(tokenizer: Tokenizer) -> dict[str, Any]:
+    end = tokenizer.end_of_document
+    return {"eos_token_id": end, "pad_token_id": end}
+
+
+def _pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False)
+        words = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"'{source}' cannot be opened as a causal model: {reason}") from error
+    return model, words
+
+
+def _training() -> Any:
+    from qkflow.training import model_folder
+
+    return model_folder
+
+
+@contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """A folder that takes `out`'s place when the block ends, and leaves nothing behind when it fails."""
+    if out.exists():
+        raise InputError(f"'{out}' exists already: name a folder that does not")
+    staging = out.with_name(f".{out.name}.part")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        staging.rename(out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,256 @@
+"""Our decoder as an architecture of `transformers`.
+
+    import qkflow.hub                                                   # registers the architecture
+    model = AutoModelForCausalLM.from_pretrained("path/to/exported")
+
+These classes give `Decoder` the interface that `generate`, `pipeline`, `Trainer` and the hub expect. Any
+cache of `transformers` works, since a coupled key never changes and can be kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from qkflow.attention.starts import Draw, Start, Startable
+from qkflow.errors import InputError
+from qkflow.models import Block, Decoder, ModelConfig, preset
+
+MODEL_FIELDS = frozenset(field.name for field in dataclasses.fields(ModelConfig))
+
+
+def _shared(field: str, about: str) -> property:
+    """A field of our config under the name that `transformers` gives it."""
+
+    def read(self: QKFlowConfig) -> Any:
+        return (self.shape or {})[field]
+
+    def write(self: QKFlowConfig, value: Any) -> None:
+        self.shape = {**(self.shape or {}), field: value}
+
+    return property(read, write, doc=about)
+
+
+class QKFlowConfig(PreTrainedConfig):
+    """The fields of `ModelConfig`, given directly or as `shape`, and what `transformers` needs besides.
+
+    QKFlowConfig(vocabulary=2048, layers=4, width=128, heads=4, attention={"coupling": "euler"})
+    """
+
+    model_type = "qkflow"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    shape: dict | None = None  # a preset, unless given; never None once made
+    max_position_embeddings: int = 2048  # what the model was trained on; rotary positions go further
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in MODEL_FIELDS}
+        start = self.shape or preset("tiny").to_dict()
+        self.shape = ModelConfig.from_dict({**start, **given}).to_dict()
+        super().__post_init__(**kwargs)
+
+    vocab_size = _shared("vocabulary", "size of the vocabulary")
+    hidden_size = _shared("width", "size of the residual stream")
+    num_hidden_layers = _shared("layers", "number of blocks")
+    num_attention_heads = _shared("heads", "query heads")
+    tie_word_embeddings = _shared("tied", "whether the embedding is the output matrix as well")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        kv_heads: int | None = (self.shape or {})["kv_heads"]
+        return kv_heads or self.num_attention_heads
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig.from_dict(self.shape or {})
+
+
+class LayerCache:
+    """One layer of a `transformers` cache, in the manner of our own `KVCache`."""
+
+    def __init__(self, cache: Cache, layer: int) -> None:
+        self.cache, self.layer = cache, layer
+
+    @property
+    def length(self) -> int:
+        return int(self.cache.get_seq_length(self.layer))
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        end, key_heads = self.length + k.shape[1], k.shape[2]
+        if key_heads > v.shape[2]:  # differential: a static cache wants as many heads of keys as of values
+            k = k.reshape(*k.shape[:2], v.shape[2], -1)
+        keys, values = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer)
+        # a static cache hands out all its room, filled or not
+        keys, values = keys[:, :, :end].transpose(1, 2), values[:, :, :end].transpose(1, 2)
+        return keys.reshape(*keys.shape[:2], key_heads, -1), values
+
+
+class QKFlowPreTrainedModel(PreTrainedModel):
+    config_class = QKFlowConfig
+    config: QKFlowConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _supports_sdpa = True
+    _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": Block}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start what a checkpoint did not hold; a fresh decoder has started itself."""
+        if not isinstance(module, Startable):
+            super()._init_weights(module)
+            return
+        loaded = [
+            (parameter, parameter.clone())
+            for parameter in module.parameters()
+            if getattr(parameter, "_is_hf_initialized", False)
+        ]
+        config = self.config.model_config()
+        seed = int(torch.randint(2**62, ()))
+        module.start_parameters(Draw(Start.parse(config.start), seed, config.layers))
+        for parameter, value in loaded:
+            parameter.copy_(value)
+
+
+class QKFlowModel(QKFlowPreTrainedModel):
+    """Token ids in, hidden states out."""
+
+    def __init__(self, config: QKFlowConfig) -> None:
+        super().__init__(config)
+        self.decoder = Decoder(config.model_config())
+        if not next(self.decoder.parameters()).is_meta:
+            for module in self.decoder.modules():
+                module._is_hf_initialized = True  # type: ignore[assignment]
+        self.post_init()
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.decoder.checkpoint_blocks
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self.decoder.checkpoint_blocks = value
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.decoder.embedding = value
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if input_ids is None or inputs_embeds is not None:
+            raise InputError("a qkflow model reads input_ids; inputs_embeds is not supported")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise InputError("attention_mask must be (batch, tokens), 1 at real tokens and 0 at padding")
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.training and self.gradient_checkpointing:
+            use_cache = False
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        caches = None
+        if past_key_values is not None:
+            caches = [LayerCache(past_key_values, layer) for layer in range(self.config.num_hidden_layers)]
+        padding = None
+        if attention_mask is not None and (torch.compiler.is_compiling() or not attention_mask.all()):
+            padding = attention_mask.bool()
+        hidden = self.decoder(
+            input_ids,
+            positions=position_ids,
+            padding=padding,
+            caches=caches,
+        )
+        return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+
+class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
+    """Token ids in, logits of the next token out."""
+
+    def __init__(self, config: QKFlowConfig) -> None:
+        super().__init__(config)
+        self.model = QKFlowModel(config)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        return attention_mask  # our attention makes its own mask of who sees whom
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.model.decoder.head  # None where it is the embedding
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.model.decoder.head = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.model.decoder.logits(slice_logits_to_keep(out.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+
+class QKFlowForSequenceClassification(GenericForSequenceClassification, QKFlowPreTrainedModel):
+    """Reads the class at the last token that is not padding."""
+
+    roles: ClassVar[dict[str, str]] = {"score": "head"}
+
+
+AutoConfig.register("qkflow", QKFlowConfig, exist_ok=True)
+AutoModel.register(QKFlowConfig, QKFlowModel, exist_ok=True)
+AutoModelForCausalLM.register(QKFlowConfig, QKFlowForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(QKFlowConfig, QKFlowForSequenceClassification, exist_ok=True)

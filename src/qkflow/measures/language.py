@@ -1,0 +1,70 @@
+"""How well a model predicts text: loss in nats a token, perplexity, bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qkflow.data import EvalWindows
+    from qkflow.models import Decoder
+
+
+@dataclass(frozen=True)
+class Score:
+    loss: float  # nats a token
+    tokens: int
+    bytes: int | None  # of text that the tokens stand for
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Independent of the tokenizer, so that models with different ones can be compared."""
+        return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
+            "bits_per_byte": self.bits_per_byte,
+        }
+
+
+def score(
+    model: Decoder,
+    windows: EvalWindows,
+    *,
+    precision: str = "fp32",
+    loss_sum: Callable[[Tensor, Tensor], Tensor] | None = None,
+    watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
+) -> Score:
+    """The model's score on fixed windows, each predicted token once.
+
+    `loss_sum(inputs, targets)` may replace the model's own, for one that is spread over processes.
+    """
+    from qkflow.models.loss import cross_entropy
+
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+
+    def own(inputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(model(inputs), model.output_weight, targets, reduction="sum")
+
+    total = 0.0
+    try:
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            for inputs, targets in watch(windows):
+                batch = (torch.from_numpy(part).to(device) for part in (inputs, targets))
+                total += float((loss_sum or own)(*batch))
+    finally:
+        model.train(training)
+    return Score(total / windows.predicted, windows.predicted, windows.covered_bytes)

@@ -1,0 +1,145 @@
+"""Sampling: continue token sequences with a model, keeping what it has read in its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qkflow.errors import InputError
+from qkflow.models.decoder import Decoder
+from qkflow.models.decoding import TokenByToken
+
+WORTH_PREPARING = 24  # tokens: fewer are sooner made by the model as it is
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Chooses the next token from logits (B, V): temperature, then the k likeliest, then the likeliest p."""
+
+    temperature: float = 1.0  # 0 = always the likeliest
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"the temperature must be zero or above, not {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top-k must leave at least one token, not {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"top-p must lie above 0 and at most at 1, not {self.top_p}")
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
+        logits = logits.float() / self.temperature
+        tokens = None
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits, tokens = logits.topk(self.top_k, dim=-1)
+        elif self.top_p is not None and self.top_p < 1:
+            logits, tokens = logits.sort(dim=-1, descending=True)
+        shares = logits.softmax(dim=-1)
+        if self.top_p is not None and self.top_p < 1:
+            # keep a token while those before it have not reached p; topk and sort both put the likeliest
+            # first
+            shares = shares.masked_fill(shares.cumsum(dim=-1) - shares >= self.top_p, 0)
+        drawn = torch.multinomial(shares, 1, generator=self.generator)
+        return (drawn if tokens is None else tokens.gather(-1, drawn)).squeeze(-1)
+
+
+def generate(
+    model: Decoder,
+    ids: Tensor,
+    max_new: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    end: int | None = None,
+    padding: Tensor | None = None,
+    stream: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Continue sequences of token ids (B, T) by up to `max_new` tokens: (B, T + new).
+
+    temperature   0 = always the likeliest token; else the logits are divided by it
+    top_k, top_p  draw from the k likeliest tokens only, from the fewest that together have probability p
+    seed          the same seed draws the same tokens
+    end           a token that ends a sequence; generation stops when all have ended
+    padding       (B, T), True at real tokens: prompts of different lengths, filled up on the left
+    stream        called with each new token (B,) as soon as it is known
+    """
+    _check(model, ids, max_new, padding)
+    device = model.embedding.weight.device
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    sampler = Sampler(temperature, top_k, top_p, generator)
+    training = model.training
+    model.eval()
+    made = [ids.to(device)]
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=device)
+    try:
+        with torch.inference_mode():
+            for token in _tokens(model, made[0], max_new, sampler, padding):
+                if end is not None:
+                    token = token.masked_fill(ended, end)
+                    ended = ended | (token == end)
+                made.append(token[:, None])
+                if stream is not None:
+                    stream(token)
+                if end is not None and ended.all():
+                    break
+    finally:
+        model.train(training)
+    return torch.cat(made, dim=1)  # outside, so that it is a tensor like any other
+
+
+def _tokens(
+    model: Decoder, ids: Tensor, count: int, sampler: Sampler, padding: Tensor | None
+) -> Iterator[Tensor]:
+    """New tokens (B,), one after the other."""
+    batch, length = ids.shape
+    caches = model.new_caches(batch, length + count)
+    if padding is not None:
+        yield from _padded(model, ids, count, sampler, padding.to(ids.device).bool())
+        return
+    token = sampler(model.logits(model(ids, caches=caches)[:, -1]))
+    yield token
+    if batch == 1 and count > WORTH_PREPARING and TokenByToken.suits(model):
+        decoder = TokenByToken(model, caches)
+        for _ in range(count - 1):
+            token = sampler(decoder.logits(int(token))[None])
+            yield token
+        return
+    for _ in range(count - 1):
+        token = sampler(model.logits(model(token[:, None], caches=caches)[:, -1]))
+        yield token
+
+
+def _padded(model: Decoder, ids: Tensor, count: int, sampler: Sampler, real: Tensor) -> Iterator[Tensor]:
+    """The same for prompts filled up on the left: every row has positions of its own and sees no filling."""
+    caches = model.new_caches(ids.shape[0], ids.shape[1] + count)
+    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
+    token = sampler(model.logits(model(ids, positions=positions, padding=real, caches=caches)[:, -1]))
+    yield token
+    for _ in range(count - 1):
+        real = torch.cat([real, torch.ones_like(real[:, :1])], dim=1)
+        positions = positions[:, -1:] + 1
+        hidden = model(token[:, None], positions=positions, padding=real, caches=caches)
+        token = sampler(model.logits(hidden[:, -1]))
+        yield token
+
+
+def _check(model: Decoder, ids: Tensor, max_new: int, padding: Tensor | None) -> None:
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise InputError(
+            f"give token ids of shape (batch, tokens) with at least one token, not {tuple(ids.shape)}"
+        )
+    if max_new < 1:
+        raise InputError(f"the number of tokens to generate must be at least 1, not {max_new}")
+    if int(ids.max()) >= model.config.vocabulary or int(ids.min()) < 0:
+        raise InputError(f"a token id lies outside the model's vocabulary of {model.config.vocabulary}")
+    if padding is not None and (padding.shape != ids.shape or not bool(padding[:, -1].all())):
+        raise InputError("padding must have the shape of the ids and fill up prompts on the left")

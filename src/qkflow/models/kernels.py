@@ -1,0 +1,73 @@
+"""Norm and feed-forward gate with fewer passes over memory, where PyTorch has no fused kernel for them.
+
+Composed of ordinary operations, autograd walks over the wide activations once per operation and keeps every
+intermediate. Written out by hand, each needs its inputs alone for the backward pass, and half the passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / √(mean(x²) + ε) ⊙ w over the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    exact = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+    if exact and x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling():
+        out: Tensor = _RMSNorm.apply(x, weight, eps)
+        return out
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w) − x·r³·⟨g⊙w, x⟩/D and dw = Σ r·(g⊙x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return torch.mul(x, r).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, r = ctx.saved_tensors
+        size = x.shape[-1]
+        product = (grad * x).reshape(-1, size)
+        grad_weight = torch.mv(product.t(), r.reshape(-1))
+        dot = torch.mv(product, weight).reshape(r.shape)
+        pull = r.pow(3).mul_(dot).div_(-size)
+        return torch.mul(grad, weight).mul_(r).addcmul_(x, pull), grad_weight, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) ⊙ up, keeping only the two inputs: silu is cheaper to repeat than to store."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    out: Tensor = _SwiGLU.apply(gate, up)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)

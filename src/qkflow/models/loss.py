@@ -1,0 +1,135 @@
+"""Cross-entropy that never holds all logits.
+
+The logits of a language model are its largest tensor by far: tokens × vocabulary. Here they exist for a chunk
+of tokens at a time. Each chunk's share of the gradient is computed at once, while its logits are still in the
+cache, so that nothing of size tokens × vocabulary is kept for the backward pass or computed twice.
+
+With E = exp(logits − max), s = its row sums and y the targets, a token's loss is log s + max − logit_y, and
+the gradient with respect to its logits (E − s·onehot(y)) / s. Dividing by s is left to the narrow factors
+(the hidden states), so that the wide matrix is passed over as little as possible.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 512  # tokens: their logits fit the cache, and the matrix products still run at full speed
+IGNORE = -100
+Reduction = Literal["mean", "sum"]
+
+
+def cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = IGNORE,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Cross-entropy of the logits `hidden @ weight.T` against `targets`.
+
+    hidden     (…, width), weight (V, width), targets (…) of token ids; `ignore_index` ones do not count
+    reduction  the mean over the tokens that count, or their sum
+    chunk      tokens whose logits exist at one time
+    """
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    device = hidden.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, reduction, ignore_index, chunk)
+        return loss
+    return _by_chunks(hidden, weight, targets, reduction, ignore_index, chunk, (False, False))[0]
+
+
+def cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = IGNORE,
+) -> Tensor:
+    """The textbook form, with all logits at once."""
+    logits = F.linear(hidden, weight).flatten(0, -2)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(exact, targets.reshape(-1), reduction=reduction, ignore_index=ignore_index)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        reduction: Reduction,
+        ignore_index: int,
+        chunk: int,
+    ) -> Tensor:
+        need = ctx.needs_input_grad[:2]
+        loss, *gradients = _by_chunks(hidden, weight, targets, reduction, ignore_index, chunk, need)
+        ctx.save_for_backward(*gradients)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden * grad,
+            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            *(None,) * 4,
+        )
+
+
+def _by_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    reduction: Reduction,
+    ignore_index: int,
+    chunk: int,
+    need: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss, and the gradients of hidden and weight where they are needed."""
+    exact = torch.promote_types(hidden.dtype, torch.float32)  # of sums and of the loss
+    counted = (targets != ignore_index)[:, None]
+    targets = targets.clamp(min=0)[:, None]
+    shares = counted.to(exact)  # of each token in the loss
+    if reduction == "mean":
+        shares /= counted.sum()
+    grad_hidden = torch.empty_like(hidden) if need[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=exact) if need[1] else None
+    total = torch.zeros((), dtype=exact, device=hidden.device)
+    buffer = torch.empty(min(chunk, len(hidden)), len(weight), dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        h, target, share = hidden[rows], targets[rows], shares[rows]
+        logits = torch.mm(h, weight.t(), out=buffer[: len(h)]).to(exact)
+        top = logits.amax(dim=1, keepdim=True)
+        expected = logits.gather(1, target)
+        e = logits.sub_(top).exp_()
+        norm = e.sum(dim=1, keepdim=True)
+        # where(): a token that does not count adds nothing even if its loss is not finite
+        total += torch.where(counted[rows], (norm.log() + top - expected) * share, 0).sum()
+        if grad_hidden is None and grad_weight is None:
+            continue
+        e = e.scatter_add_(1, target, -norm).to(hidden.dtype)
+        share = share / norm
+        if grad_hidden is not None:
+            torch.mm(e, weight, out=grad_hidden[rows]).mul_(share)
+        if grad_weight is not None:
+            scaled = (h * share).to(hidden.dtype)
+            if grad_weight.dtype == e.dtype:
+                grad_weight.addmm_(e.t(), scaled)
+            else:
+                grad_weight += e.t() @ scaled
+    return total, grad_hidden, grad_weight

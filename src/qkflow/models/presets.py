@@ -1,0 +1,44 @@
+"""Named sizes. The published ones are fitted to the parameter counts of arXiv 2604.01683."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qkflow.errors import unknown
+from qkflow.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Preset:
+    layers: int
+    width: int
+    heads: int
+    feed_forward: str
+    vocabulary: int  # used where no tokenizer says otherwise
+    about: str
+
+
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(4, 128, 4, "gelu", 2_048, "1.05M: minutes on a laptop"),
+    "small": Preset(8, 256, 8, "swiglu", 8_192, "10.5M: an hour on a laptop"),
+    "60m": Preset(8, 512, 8, "swiglu", 50_257, "59.3M: the paper's smallest"),
+    "150m": Preset(12, 768, 12, "swiglu", 50_257, "151.9M"),
+    "350m": Preset(24, 1024, 16, "gelu", 50_257, "353.5M"),
+    "455m": Preset(24, 1024, 16, "swiglu", 50_257, "454.2M"),
+}
+
+
+def preset(name: str, **changes: Any) -> ModelConfig:
+    """The config of a named size, with any field changed, e.g. `preset("tiny", vocabulary=512)`."""
+    if name not in PRESETS:
+        raise unknown("preset", name, PRESETS)
+    chosen = PRESETS[name]
+    base = {
+        "layers": chosen.layers,
+        "width": chosen.width,
+        "heads": chosen.heads,
+        "feed_forward": chosen.feed_forward,
+        "vocabulary": chosen.vocabulary,
+    }
+    return ModelConfig.from_dict({**base, **changes})

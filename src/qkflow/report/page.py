@@ -1,0 +1,110 @@
+"""report.html: one self-contained page that opens offline and asks nothing of the network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from qkflow.report import figures
+from qkflow.report.tables import all_rows, interval, number
+
+if TYPE_CHECKING:
+    from qkflow.studies.analysis import RunData
+
+_BADGES = {
+    "helps": ("▼", "helps"),
+    "hurts": ("▲", "hurts"),
+    "no evidence": ("≈", "no evidence"),
+    "no verdict": ("?", "no verdict"),
+    "reference": ("=", "reference"),
+}
+
+
+def render(summary: dict[str, Any], runs: Sequence[RunData]) -> str:
+    """The whole page as text. Everything users may have written is escaped by the template engine."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(
+        loader=PackageLoader("qkflow.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": number,
+        "interval": interval,
+        "count": count,
+        "bytes": size_in_bytes,
+        "plain": plain,
+    }
+    drawn = _figures(summary, runs)
+    return environment.get_template("report.html").render(
+        summary=summary,
+        question=summary["question"],
+        rows=all_rows(summary),
+        badges=_BADGES,
+        styles=figures.styles(summary),
+        figures=drawn,
+        probes={
+            name: figures.probe_title(name.removeprefix("probe-"))
+            for name in drawn
+            if name.startswith("probe-")
+        },
+        layers=_layers(drawn),
+        figures_json=json_for_script(drawn),
+        plotly_js=get_plotlyjs(),
+    )
+
+
+def _figures(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, figures.Figure]:
+    drawn = {
+        "differences": figures.differences(summary),
+        "same-start": figures.same_start(summary),
+        "gap": figures.gaps(summary, runs),
+        "loss-tokens": figures.loss_curves(summary, runs, "tokens"),
+        "loss-seconds": figures.loss_curves(summary, runs, "seconds"),
+        **{f"probe-{name}": figure for name, figure in figures.probes(summary, runs).items()},
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _layers(drawn: dict[str, figures.Figure]) -> list[str]:
+    """The layers a reader can choose among in the probes."""
+    found = {t["meta"]["layer"] for name, f in drawn.items() if name.startswith("probe-") for t in f["data"]}
+    return sorted(found - {"mean"}, key=int)
+
+
+def json_for_script(value: Any) -> str:
+    """JSON that cannot end the script element it stands in, whatever text it holds."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def count(value: float | None) -> str:
+    """1234567 as 1.23M."""
+    if value is None:
+        return "–"
+    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale:
+            return f"{value / scale:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def size_in_bytes(value: float | None) -> str:
+    return "–" if value is None else f"{value / 2**20:,.0f} MiB"
+
+
+def plain(value: Any) -> str:
+    """A setting or a fact about the machine as one would write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(plain(item) for item in value) or "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {plain(item)}" for name, item in value.items())
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "–" if value is None else f"{value}"

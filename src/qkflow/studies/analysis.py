@@ -1,0 +1,384 @@
+"""From the runs of a study to its answer: who was best started, paired differences, costs, verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from qkflow.studies import verdicts
+from qkflow.studies.folder import StudyFolder
+from qkflow.studies.statistics import (
+    first_reach,
+    holm,
+    mean_curve,
+    paired_difference,
+    variance_ratio,
+)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as its folder tells it."""
+
+    id: str
+    phase: str
+    cell: str
+    seed: int
+    lr: float
+    tokens: int
+    result: dict[str, Any] | None
+    metrics: dict[str, list[dict[str, Any]]]
+    last_words: str = ""
+
+    @property
+    def loss(self) -> float | None:
+        """The final validation loss of a run that finished with a usable one."""
+        if self.result is None or self.result.get("status") != "finished":
+            return None
+        return _finite(self.result.get("loss"))
+
+    @property
+    def state(self) -> str:
+        if self.result is None:
+            return "not finished"
+        return "finished" if self.loss is not None else "failed"
+
+    def curve(self) -> list[tuple[float, float, float, float]]:
+        """(step, tokens, seconds, loss) at every evaluation.
+
+        Seconds are steps at the run's median pace: a run that was paused, or shared its core for a while,
+        must not count as a slow variant.
+        """
+        pace = _finite((self.result or {}).get("step_seconds"))
+        rows = []
+        for row in self.metrics.get("eval", []):
+            step, *values = (_finite(row.get(name)) for name in ("step", "tokens", "seconds", "loss"))
+            tokens, seconds, loss = values
+            if step is not None and tokens is not None and seconds is not None and loss is not None:
+                rows.append((step, tokens, seconds if pace is None else step * pace, loss))
+        return rows
+
+
+def load_runs(folder: StudyFolder, study: dict[str, Any]) -> list[RunData]:
+    runs = []
+    for row in study["runs"]:
+        run = folder.run(row["id"])
+        metrics = run.metrics() if row["phase"] == "compare" else {}
+        kept = {name: row[name] for name in ("id", "phase", "cell", "seed", "lr", "tokens")}
+        runs.append(RunData(**kept, result=run.result(), metrics=metrics, last_words=run.last_words()))
+    return runs
+
+
+@dataclass
+class CellData:
+    """The finished runs of one cell, by seed."""
+
+    name: str
+    start: str
+    plain: str
+    runs: dict[int, RunData] = field(default_factory=dict)
+
+    def losses(self, seeds: Iterable[int]) -> list[float]:
+        return [loss for seed in seeds if (loss := self.runs[seed].loss) is not None]
+
+    def rank(self, seeds: Iterable[int] | None = None) -> tuple[int, float]:
+        """To be minimised: a cell that lost seeds (diverged) never beats one that kept them all."""
+        losses = self.losses(self.runs if seeds is None else [s for s in seeds if s in self.runs])
+        return -len(losses), float(np.mean(losses)) if losses else math.inf
+
+
+def best_cell(cells: Sequence[CellData], seeds: Iterable[int] | None = None) -> CellData:
+    """The best start: by mean final loss over the given seeds, or over all."""
+    chosen = None if seeds is None else list(seeds)
+    return min(cells, key=lambda cell: cell.rank(chosen))
+
+
+def common_seeds(a: CellData, b: CellData) -> list[int]:
+    return sorted(a.runs.keys() & b.runs.keys())
+
+
+def analyse(study: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Any]:
+    """The summary of a study, as `summary.json` holds it."""
+    confidence = study["question"]["confidence"]
+    compared = [run for run in runs if run.phase == "compare"]
+    contestants = {one["name"]: _cells(one, compared) for one in study["contestants"]}
+    standard = study["contestants"][0]["name"]
+    best = {name: best_cell(cells) for name, cells in contestants.items()}
+    reference = best[standard] if best[standard].runs else None
+    cells = {cell.name: cell for group in contestants.values() for cell in group}
+    rows = []
+    for one in study["contestants"]:
+        name, is_reference = one["name"], one["role"] == "reference"
+        row = _row(one, contestants[name], best[name], cells, confidence)
+        row |= _against_reference(best[name], None if is_reference else reference, confidence)
+        choice = None if is_reference else _cross_fitted(contestants[name], contestants[standard], confidence)
+        rows.append({**row, "choice_of_start": choice})
+    _judge(rows, best, study, confidence)
+    environment = _environment(compared)
+    summary = {
+        "question": study["question"],
+        "command": study["command"],
+        "reference": rows[0] if reference is not None else None,
+        "variants": rows[1:],
+        "runs": _count(compared),
+        "learning_rates": _tuned(runs),
+        "environment": environment,
+        "commit": environment.get("commit"),
+    }
+    summary["notes"] = _notes(summary)
+    summary["headline"] = verdicts.headline(summary)
+    return summary
+
+
+def _cells(contestant: dict[str, Any], runs: Sequence[RunData]) -> list[CellData]:
+    cells = []
+    for cell in contestant["cells"]:
+        finished = {run.seed: run for run in runs if run.cell == cell["name"] and run.loss is not None}
+        cells.append(CellData(cell["name"], cell["start"], cell["plain"], finished))
+    return cells
+
+
+def _row(
+    contestant: dict[str, Any],
+    cells: Sequence[CellData],
+    best: CellData,
+    plain: dict[str, CellData],
+    confidence: float,
+) -> dict[str, Any]:
+    """What a contestant is and reached, whatever it is compared with."""
+    finished = [best.runs[seed] for seed in sorted(best.runs)]
+    results = [run.result or {} for run in finished]
+    loss = _mean([run.loss for run in finished])
+    per_token = _mean([result.get("flops_per_token") for result in results])
+    tokens = _mean([result.get("tokens") for result in results])
+    return {
+        "variant": contestant["name"],
+        "role": contestant["role"],
+        "best_start": best.start,
+        "cell": best.name,
+        "seeds": [run.seed for run in finished],
+        "lr": finished[0].lr if finished else None,
+        "loss": loss,
+        "loss_by_seed": [run.loss for run in finished],
+        "perplexity": None if loss is None else math.exp(loss),
+        "bits_per_byte": _mean([result.get("bits_per_byte") for result in results]),
+        "tokens": tokens,
+        "flops": None if per_token is None or tokens is None else per_token * tokens,
+        "seconds": _mean([result.get("seconds") for result in results]),
+        "step_seconds": _mean([result.get("step_seconds") for result in results]),
+        "peak_memory_bytes": max((result.get("peak_memory_bytes") or 0 for result in results), default=0)
+        or None,
+        "parameters": results[0].get("parameters") if results else None,
+        "by_start": [_by_start(cell, plain.get(cell.plain), confidence) for cell in cells],
+    }
+
+
+def _by_start(cell: CellData, plain: CellData | None, confidence: float) -> dict[str, Any]:
+    """One start: what was reached from it, and the paired difference to the plain model from there too."""
+    loss = _mean([run.loss for run in cell.runs.values()])
+    difference = None
+    if plain is not None and plain.name != cell.name:
+        difference = _difference(cell, plain, confidence)
+    return {
+        "start": cell.start,
+        "cell": cell.name,
+        "against": cell.plain,
+        "seeds": sorted(cell.runs),
+        "lr": next((run.lr for run in cell.runs.values()), None),
+        "loss": loss,
+        "perplexity": None if loss is None else math.exp(loss),
+        "same_start_difference": difference,
+    }
+
+
+def _difference(cell: CellData, reference: CellData, confidence: float) -> dict[str, Any] | None:
+    seeds = common_seeds(cell, reference)
+    if not seeds:
+        return None
+    return paired_difference(cell.losses(seeds), reference.losses(seeds), confidence).to_dict()
+
+
+def _against_reference(cell: CellData, reference: CellData | None, confidence: float) -> dict[str, Any]:
+    """Paired difference, variance, and what reaching the reference's final loss takes."""
+    nothing = dict.fromkeys(
+        ("difference", "seed_variance_ratio", "tokens_to_target", "seconds_to_target", "step_time_ratio")
+    )
+    seeds = [] if reference is None else common_seeds(cell, reference)
+    if reference is None or not seeds:
+        return nothing
+    target = float(np.mean(reference.losses(seeds)))
+    curve = mean_curve([cell.runs[seed].curve() for seed in seeds])
+    whole = mean_curve([reference.runs[seed].curve() for seed in seeds])
+    losses = [row[3] for row in curve]
+    to_target: dict[str, float | None] = {}
+    for name, column in (("tokens_to_target", 1), ("seconds_to_target", 2)):
+        reached = first_reach([row[column] for row in curve], losses, target)
+        full = whole[-1][column] if whole else 0.0
+        to_target[name] = reached / full if reached is not None and full > 0 else None
+    return {
+        "difference": _difference(cell, reference, confidence),
+        "seed_variance_ratio": variance_ratio(cell.losses(seeds), reference.losses(seeds), confidence),
+        **to_target,
+        "step_time_ratio": _step_time_ratio(cell, reference, seeds),
+    }
+
+
+def _step_time_ratio(cell: CellData, reference: CellData, seeds: Sequence[int]) -> float | None:
+    """Geometric mean over seeds of the ratio of median step times."""
+    pairs = [
+        (
+            (cell.runs[s].result or {}).get("step_seconds"),
+            (reference.runs[s].result or {}).get("step_seconds"),
+        )
+        for s in seeds
+    ]
+    logs = [math.log(a / b) for a, b in pairs if a and b]
+    return math.exp(float(np.mean(logs))) if logs else None
+
+
+def _cross_fitted(
+    cells: Sequence[CellData], standard: Sequence[CellData], confidence: float
+) -> dict[str, Any] | None:
+    """The difference when each seed's starts are chosen by the *other* seeds alone.
+
+    Judging a variant at its best start on the very seeds that chose the start flatters it a little. Choosing
+    for each seed without looking at it does not; where the choice never changes, nothing was flattered.
+    """
+    everyone = [*cells, *standard]
+    seeds = sorted(set.intersection(*(set(cell.runs) for cell in everyone))) if everyone else []
+    if len(seeds) < 2:
+        return None
+    ours, theirs, chosen = [], [], set()
+    for seed in seeds:
+        others = [s for s in seeds if s != seed]
+        pick, base = best_cell(cells, others), best_cell(standard, others)
+        ours += pick.losses([seed])
+        theirs += base.losses([seed])
+        chosen.add((pick.name, base.name))
+    difference = paired_difference(ours, theirs, confidence).to_dict()
+    return {"stable": len(chosen) == 1, "difference": difference}
+
+
+def _judge(
+    rows: list[dict[str, Any]], best: dict[str, CellData], study: dict[str, Any], confidence: float
+) -> None:
+    """Correct over all rows but the first, the reference; then give each its verdict and sentence."""
+    wanted, reference = study["question"]["verdict"], rows[0]["cell"]
+    judged = [row for row in rows if row["cell"] != reference]
+    _correct([row["difference"] for row in judged])
+    for row in rows:
+        row["verdict"] = verdicts.judge(row["difference"], confidence) if wanted else verdicts.NO_VERDICT
+        if row["cell"] == reference:
+            row["verdict"] = verdicts.REFERENCE
+        row["against_controls"] = {}
+    for control in (row for row in rows if row["role"] == "control"):
+        family = {}
+        for row in rows[1:]:
+            difference = _difference(best[row["variant"]], best[control["variant"]], confidence)
+            if row is not control and difference is not None:
+                family[row["variant"]] = row["against_controls"][control["variant"]] = difference
+        _correct(list(family.values()))
+        for difference in family.values():
+            difference["verdict"] = verdicts.judge(difference, confidence)
+            difference["control_verdict"] = control["verdict"]
+    compared = sum((row["difference"] or {}).get("p") is not None for row in judged)
+    for row in rows:
+        row["sentence"] = verdicts.sentence(row, compared, study["question"])
+
+
+def _correct(differences: Sequence[dict[str, Any] | None]) -> None:
+    there = [difference for difference in differences if difference is not None]
+    for difference, p in zip(there, holm([difference["p"] for difference in there]), strict=True):
+        difference["p_holm"] = p
+
+
+def _count(runs: Sequence[RunData]) -> dict[str, Any]:
+    failed = [
+        {
+            "id": run.id,
+            "cell": run.cell,
+            "seed": run.seed,
+            "error": str((run.result or {}).get("error") or run.last_words or "no usable loss"),
+        }
+        for run in runs
+        if run.state == "failed"
+    ]
+    finished = sum(run.state == "finished" for run in runs)
+    return {"planned": len(runs), "finished": finished, "failed": failed}
+
+
+def _tuned(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """What the learning-rate search saw, cell by cell."""
+    found: dict[str, dict[float, float | None]] = {}
+    for run in runs:
+        if run.phase == "tune":
+            found.setdefault(run.cell, {})[run.lr] = run.loss
+    rows = []
+    for cell, tried in found.items():
+        chosen = best_rate(tried)
+        edge = chosen is not None and len(tried) > 1 and chosen in (min(tried), max(tried))
+        losses = [{"lr": lr, "loss": tried[lr]} for lr in sorted(tried)]
+        rows.append({"cell": cell, "chosen": chosen, "at_edge": edge, "tried": losses})
+    return rows
+
+
+def best_rate(tried: dict[float, float | None]) -> float | None:
+    """The learning rate with the lowest loss; one that diverged is out."""
+    usable = {lr: loss for lr, loss in tried.items() if loss is not None}
+    return min(usable, key=lambda lr: usable[lr]) if usable else None
+
+
+def _environment(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Where the runs were made: one value, or all of them where runs differ."""
+    seen: dict[str, list[Any]] = {}
+    for run in runs:
+        for name, value in ((run.result or {}).get("environment") or {}).items():
+            values = seen.setdefault(name, [])
+            if value not in values:
+                values.append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in seen.items()}
+
+
+def _notes(summary: dict[str, Any]) -> list[str]:
+    """What a reader must know before believing the numbers."""
+    notes, counts = [], summary["runs"]
+    left = counts["planned"] - counts["finished"] - len(counts["failed"])
+    if left:
+        notes.append(f"This is not complete: {left} of {counts['planned']} runs have not finished.")
+    errors: dict[str, list[str]] = {}
+    for run in counts["failed"]:
+        errors.setdefault(run["error"], []).append(f"{run['cell']} seed {run['seed']}")
+    notes += [f"Failed: {', '.join(who)}: {error}" for error, who in errors.items()]
+    moving = [
+        r["variant"] for r in summary["variants"] if (r["choice_of_start"] or {}).get("stable") is False
+    ]
+    if moving:
+        notes.append(
+            f"Which start is best depends on the seeds for {', '.join(moving)} or the reference; the "
+            "difference with starts chosen on the other seeds (choice_of_start) is free of that choice."
+        )
+    edges = [row["cell"] for row in summary["learning_rates"] if row["at_edge"]]
+    if edges:
+        notes.append(f"The best learning rate lies at the edge of the grid for {', '.join(edges)}: widen it.")
+    if isinstance(summary["environment"].get("commit"), list):
+        notes.append("The runs were made by different commits of the code.")
+    pairs = [row["difference"]["pairs"] for row in summary["variants"] if row["difference"]]
+    if pairs and min(pairs) < 6:
+        notes.append(
+            f"With {min(pairs)} seeds the t-interval assumes that differences are about normal, and the "
+            "bootstrap has little to resample: it tends to be too narrow."
+        )
+    return notes
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    there = [number for value in values if (number := _finite(value)) is not None]
+    return float(np.mean(there)) if there else None
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,150 @@
+"""A study's folder: what was asked, one folder per run, what came out.
+
+FOLDER/study.yaml                       the question, the contestants, the planned runs
+FOLDER/runs/<run-id>/config.yaml        written before the run
+                    /metrics.jsonl      appended by the worker; of two rows of one step the later counts
+                    /result.json        written at the end: there = the run is over
+                    /checkpoints/  log.txt
+FOLDER/report.html  summary.json  summary.csv  curves.csv
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qkflow.errors import InputError
+from qkflow.files import write_atomic, write_json
+
+STUDY = "study.yaml"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Reads (and, before the run, writes) the files a run consists of."""
+
+    path: Path
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        if not (self.path / "config.yaml").exists():
+            write_atomic(
+                self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+            )
+
+    def result(self) -> dict[str, Any] | None:
+        try:
+            result = json.loads((self.path / "result.json").read_text())
+        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+            return None
+        return result if isinstance(result, dict) else None
+
+    @property
+    def finished(self) -> bool:
+        result = self.result()
+        return result is not None and result.get("status") == "finished"
+
+    def write_failure(self, error: str) -> None:
+        """For a worker that died without a word."""
+        write_json(self.path / "result.json", {"status": "failed", "error": error})
+
+    def forget_failure(self) -> None:
+        """A run that failed is tried again, from its last good checkpoint."""
+        if not self.finished:
+            (self.path / "result.json").unlink(missing_ok=True)
+
+    def metrics(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows of metrics.jsonl by kind, in order of steps, each step once."""
+        try:
+            text = (self.path / "metrics.jsonl").read_bytes()
+        except FileNotFoundError:
+            return {}
+        kinds: dict[str, dict[int, dict[str, Any]]] = {}
+        for line in text.split(b"\n"):
+            row = read_row(line)
+            if row is not None:
+                kinds.setdefault(row["kind"], {})[row["step"]] = row
+        return {kind: [rows[step] for step in sorted(rows)] for kind, rows in kinds.items()}
+
+    def last_words(self) -> str:
+        """The last line the worker said; what a failure usually explains itself with."""
+        try:
+            with open(self.path / "log.txt", "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def read_row(line: bytes) -> dict[str, Any] | None:
+    """One row of metrics.jsonl; None for a line cut short by a kill."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    usable = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)
+    return row if usable else None
+
+
+@dataclass(frozen=True)
+class StudyFolder:
+    path: Path
+
+    def run(self, run_id: str) -> RunFolder:
+        return RunFolder(self.path / "runs" / run_id)
+
+    def load(self) -> dict[str, Any]:
+        """What `study.yaml` says."""
+        try:
+            text = (self.path / STUDY).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise InputError(
+                f"{self.path} is not a comparison: it has no {STUDY}; give the folder that "
+                f"`qkflow compare --out` wrote"
+            ) from None
+        try:
+            study = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InputError(f"{self.path / STUDY} cannot be read as YAML ({error})") from None
+        if not isinstance(study, dict) or not {"question", "contestants", "runs"} <= study.keys():
+            raise InputError(f"{self.path / STUDY} is not what `qkflow compare` writes")
+        return study
+
+    def save(self, study: dict[str, Any]) -> None:
+        write_atomic(self.path / STUDY, yaml.safe_dump(study, sort_keys=False, allow_unicode=True))
+
+    @property
+    def exists(self) -> bool:
+        return (self.path / STUDY).is_file()
+
+    def check(self) -> None:
+        """Refuse a folder that holds something else; writes nothing."""
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError(f"--out {self.path} is a file; give a folder")
+        if not self.exists and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
+            raise InputError(f"--out {self.path} holds something else; give a new or empty folder")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder, made if need be, so that two comparisons never write into one."""
+        from filelock import FileLock, Timeout
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InputError(
+                f"another comparison is at work in {self.path}; wait for it or give another --out"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()

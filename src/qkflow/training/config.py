@@ -1,0 +1,246 @@
+"""What a run is, as plain data: `config.yaml` of its folder, read into typed sections.
+
+model: {preset: tiny, attention: {coupling: "leapfrog:n=7"}, start: gpt2}     # any field of ModelConfig
+data:  {corpus: speeches, tokenizer: "bpe:2048", length: 128}
+train: {tokens: 1M, batch: 16, lr: 3e-3}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from qkflow.errors import InputError, unknown
+from qkflow.models.config import ModelConfig
+from qkflow.models.presets import preset
+
+Section = TypeVar("Section")
+Schedule = Literal["cosine", "wsd", "constant"]
+Precision = Literal["fp32", "bf16"]
+Parallel = Literal["none", "ddp", "fsdp"]
+Writer = Literal["tensorboard", "trackio", "wandb"]
+DEFAULT_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    corpus: str = "speeches"
+    tokenizer: str = "bpe:2048"
+    length: int = 128  # tokens of a window
+    fingerprint: str | None = None  # of the prepared set, where it must be that one and no other
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    # The budget: one of three.
+    tokens: int | None = None
+    steps: int | None = None
+    minutes: float | None = None  # of training; evaluation and checkpoints are not counted
+    # The batch: windows of one optimizer step, over all processes and all parts it is accumulated from.
+    batch: int = 16
+    accumulate: int = 1
+    # The optimizer: AdamW.
+    lr: float = 3e-3
+    schedule: Schedule = "cosine"
+    warmup: float = 0.02  # below 1 a share of the run, else steps
+    final_lr: float = 0.1  # where cosine and wsd end, as a share of lr
+    decay: float = 0.2  # the share of the run in which wsd falls
+    weight_decay: float = 0.1  # of matrices
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0  # largest norm of the gradient; 0 = any
+    pace: float | dict[str, Any] | None = None  # how much faster the query-key circuit learns
+    freeze: tuple[str, ...] = ()  # roles that stay as they start, e.g. [slow]
+    seed: int = 0
+    # How it is computed.
+    precision: Precision = "fp32"
+    compile: bool | str = False  # true, or a backend of torch.compile
+    checkpoint_blocks: bool = False
+    parallel: Parallel | None = None  # default under torchrun: ddp
+    device: str = "auto"
+    # What is watched and kept. None of this changes what is learned.
+    evaluations: int = 20
+    eval_every: int | None = None  # steps; instead of `evaluations`
+    eval_tokens: int | None = 32_768  # of the validation split; null = all of it
+    probe_every: int | None = None  # steps; null = with every evaluation, 0 = never
+    log_every: int | None = None
+    save_every: int | None = None  # steps; instead of `save_minutes`
+    save_minutes: float = 2.0
+    keep: int = 2  # checkpoints
+    writers: tuple[Writer, ...] = ()
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("tokens", "steps", "minutes") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"train: give tokens, steps or minutes, not {' and '.join(given)} together")
+        for name in ("tokens", "steps", "minutes", "batch", "accumulate", "lr", "eps", "evaluations", "keep",
+                     "eval_every", "eval_tokens", "log_every", "save_every", "save_minutes"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise InputError(f"train.{name} must be above zero, not {value}")
+        for name in ("warmup", "weight_decay", "clip", "probe_every"):
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise InputError(f"train.{name} cannot be negative, and is {value}")
+        for name in ("final_lr", "decay", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"train.{name} must lie between 0 and 1, not {getattr(self, name)}")
+        if self.batch % self.accumulate:
+            raise InputError(
+                f"a batch of {self.batch} windows cannot be accumulated from {self.accumulate} equal parts"
+            )
+
+
+# What may differ between the run that wrote a checkpoint and the run that goes on from it.
+FREE = {
+    "compile", "checkpoint_blocks", "parallel", "device", "evaluations", "eval_every", "eval_tokens",
+    "probe_every", "log_every", "save_every", "save_minutes", "keep", "writers",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    model: dict[str, Any] = field(default_factory=dict)  # a preset and fields of ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> RunConfig:
+        if not isinstance(values, dict):
+            raise InputError("a run's config has the sections model, data and train")
+        for key in values:
+            if key not in ("model", "data", "train"):
+                raise unknown("section of the config", str(key), ("model", "data", "train"))
+        model, data, train = (values.get(name) or {} for name in ("model", "data", "train"))
+        config = cls(
+            _mapping(model, "model"), _read(DataConfig, data, "data"), _read(TrainConfig, train, "train")
+        )
+        config.model_config(vocabulary=2)  # an unknown key should be said now, not after preparing the data
+        return config
+
+    @classmethod
+    def load(cls, path: Path) -> RunConfig:
+        try:
+            text = path.read_text("utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise InputError(f"there is no {path}: give the folder of a run, or a config") from None
+        except UnicodeDecodeError:
+            raise InputError(f"{path} is not a text file") from None
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise InputError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        try:
+            return cls.from_dict(values)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads; what is left at its default is left out."""
+        return {
+            "model": self.model,
+            "data": _changed(self.data),
+            "train": _changed(self.train),
+        }
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    def model_config(self, vocabulary: int) -> ModelConfig:
+        """The model for a tokenizer of `vocabulary` tokens."""
+        values = dict(self.model)
+        name = values.pop("preset", "tiny")
+        own = values.pop("vocabulary", None)
+        if own is not None and own < vocabulary:
+            raise InputError(
+                f"model.vocabulary is {own}, too few for the tokenizer's {vocabulary} tokens: leave it out"
+            )
+        return preset(name, **values, vocabulary=own or vocabulary)
+
+    def fingerprint(self, data: str) -> str:
+        """Of everything that decides what is learned; `data` is the fingerprint of the tokens."""
+        train = {name: value for name, value in dataclasses.asdict(self.train).items() if name not in FREE}
+        model = self.model_config(2).to_dict() | {"vocabulary": self.model.get("vocabulary")}
+        text = json.dumps([model, self.data.length, data, train], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def differences(self, other: RunConfig) -> list[str]:
+        """What `other` sets otherwise, e.g. `train.lr is 0.001, not 0.003`."""
+        mine, theirs = (_flat({"model": c.model_config(2).to_dict(), "data": dataclasses.asdict(c.data),
+                               "train": dataclasses.asdict(c.train)}) for c in (self, other))  # fmt: skip
+        return [f"{key} is {mine[key]}, not {theirs[key]}" for key in mine if mine[key] != theirs[key]]
+
+
+def parse_count(text: str | int | float) -> int:
+    """Read a number of tokens: 50000, 200k, 1M, 1.5m, 3e6."""
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)([kmgb]?)", str(text).strip().lower())
+    if match is None:
+        raise InputError(f"'{text}' is not a number of tokens: write e.g. 200k, 1M or 50000")
+    scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
+    return round(float(match[1].replace("_", "")) * scale)
+
+
+def _mapping(values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise InputError(f"'{where}' must be a mapping of keys to values, not {values!r}")
+    return values
+
+
+def _read(cls: type[Section], values: Any, where: str) -> Section:
+    """A section from plain data: every key known, every value of its type."""
+    hints = get_type_hints(cls)
+    for key in _mapping(values, where):
+        if key not in hints:
+            raise unknown(f"key of {where}", str(key), hints)
+    return cls(**{key: _value(value, hints[key], f"{where}.{key}") for key, value in values.items()})
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type `hint`. YAML reads 3e-3 and 1M as texts; here they become numbers."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if get_origin(kind) is dict and isinstance(value, dict):
+            return value
+        if get_origin(kind) is tuple and isinstance(value, list | tuple):
+            return tuple(_value(one, get_args(kind)[0], where) for one in value)
+        if kind in (str, bool) and isinstance(value, kind):
+            return value
+        if kind in (int, float) and not isinstance(value, bool):
+            try:
+                number = (
+                    float(value) if kind is float else value if isinstance(value, int) else parse_count(value)
+                )
+            except (ValueError, TypeError):
+                continue
+            return number
+    choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
+    if choices:
+        raise unknown(where, str(value), choices)
+    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None))
+    raise InputError(f"{where} must be {wanted}, not {value!r}")
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    pairs = ((f.name, f.default, getattr(section, f.name)) for f in dataclasses.fields(section))
+    return {name: list(v) if isinstance(v, tuple) else v for name, default, v in pairs if v != default}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

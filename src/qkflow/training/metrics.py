@@ -1,0 +1,146 @@
+"""What a run reports as it goes: `metrics.jsonl` is the truth, other writers are copies of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from qkflow import files
+from qkflow.errors import InputError
+
+FILE = "metrics.jsonl"
+Row = dict[str, Any]
+
+
+class Copy(Protocol):
+    """Another place that rows go to."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Appends rows to a run's `metrics.jsonl`, going on after step `after`."""
+
+    def __init__(
+        self, folder: Path, after: int, writers: tuple[str, ...] = (), config: Row | None = None
+    ) -> None:
+        self._copies = [COPIES[name](folder, config or {}) for name in writers]
+        path = folder / FILE
+        # Steps that a killed run made after its last checkpoint are made again: forget what it said of them.
+        kept = [row for row in read_rows(path) if row["step"] <= after] if after else []
+        files.write_atomic(path, "".join(map(_line, kept)))
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def write(self, row: Row) -> None:
+        row = {key: _finite(value) for key, value in row.items()}
+        self._file.write(_line(row))
+        self._file.flush()
+        for copy in self._copies:
+            copy.write(row)
+
+    def sync(self) -> None:
+        """Make every row so far durable, before a checkpoint that stands after them."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        for copy in self._copies:
+            copy.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All whole rows; a line cut short by a kill is passed over."""
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: null stands for it."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """The numbers of a row by name, `kind/name`, a list as its mean."""
+    found: dict[str, float] = {}
+    for key, value in row.items():
+        values = [v for v in value if v is not None] if isinstance(value, list) else [value]
+        if key not in ("kind", "step") and values and all(isinstance(v, int | float) for v in values):
+            found[f"{row['kind']}/{key}"] = sum(values) / len(values)
+    return found
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, config: Row) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise _missing("tensorboard") from None
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, row: Row) -> None:
+        for name, value in scalars(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Tracker:
+    """Trackio and W&B, which share one interface."""
+
+    name: str
+
+    def __init__(self, folder: Path, config: Row) -> None:
+        import importlib
+
+        try:
+            self._module = importlib.import_module(self.name)
+        except ImportError:
+            raise _missing(self.name) from None
+        self._module.init(project="qkflow", name=folder.resolve().name, config=config)
+
+    def write(self, row: Row) -> None:
+        self._module.log(scalars(row), step=row["step"])
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class Trackio(_Tracker):
+    name = "trackio"
+
+
+class WandB(_Tracker):
+    name = "wandb"
+
+
+def _missing(name: str) -> InputError:
+    return InputError(f"the metrics writer '{name}' is not installed: pip install 'qkflow[{name}]'")
+
+
+COPIES: dict[str, type[TensorBoard | Trackio | WandB]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WandB,
+}

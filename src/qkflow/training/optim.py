@@ -1,0 +1,168 @@
+"""AdamW over parameters grouped by role.
+
+Every parameter is in exactly one group. Matrices decay, vectors (norms, biases, step sizes) do not. A role
+may learn at a multiple of the learning rate, which may change as the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.errors import InputError, unknown
+from qkflow.roles import ROLES, parameter_roles
+
+# of the learning rate: fixed, or a function of the share of the run that is over
+Multiplier = float | Callable[[float], float]
+
+
+@dataclass
+class Group:
+    """Parameters of one role that decay or do not, with the learning rate they have now."""
+
+    role: str
+    weight_decay: float
+    lr: float
+    multiplier: Multiplier = 1.0
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # by full name
+
+    def set_lr(self, base: float, progress: float) -> None:
+        self.lr = base * (self.multiplier(progress) if callable(self.multiplier) else self.multiplier)
+
+
+def parameter_groups(
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.0,
+    multipliers: Mapping[str, Multiplier] | None = None,
+) -> list[Group]:
+    """One group a role and kind (matrix or not), of every parameter that learns.
+
+    `multipliers` maps a role to its multiple of the learning rate. A role that no parameter of the model has
+    is an error, as is a parameter without a role.
+    """
+    multipliers = multipliers or {}
+    roles = parameter_roles(model)
+    for role in multipliers:
+        if role not in ROLES:
+            raise unknown("role", role, ROLES)
+        if role not in roles.values():
+            raise InputError(
+                f"no parameter has the role '{role}' that a learning-rate multiplier is given for"
+            )
+    groups: dict[tuple[str, bool], Group] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        role, matrix = roles[name], parameter.dim() >= 2
+        if (role, matrix) not in groups:
+            decay = weight_decay if matrix else 0.0
+            group = groups[role, matrix] = Group(role, decay, lr, multipliers.get(role, 1.0))
+            group.set_lr(lr, 0.0)
+        groups[role, matrix].parameters[name] = parameter
+    check_cover(model, list(groups.values()))
+    return list(groups.values())
+
+
+def check_cover(model: nn.Module, groups: list[Group]) -> None:
+    """Every learning parameter exactly once, or an error."""
+    seen: dict[int, str] = {}
+    for group in groups:
+        for name, parameter in group.parameters.items():
+            if id(parameter) in seen:
+                raise InputError(f"parameter {name} is in two groups (also as {seen[id(parameter)]})")
+            seen[id(parameter)] = name
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen]
+    if missing:
+        raise InputError(f"no group holds {', '.join(missing)}")
+
+
+def pace_multipliers(pace: float | Mapping[str, Any] | None, model: nn.Module) -> dict[str, Multiplier]:
+    """What `train.pace` asks for: the query-key circuit learns `ratio` times as fast as everything else."""
+    if pace is None:
+        return {}
+    options = dict(pace) if isinstance(pace, Mapping) else {"ratio": pace}
+    ratio = options.pop("ratio", 1.0)
+    for key in options:
+        raise unknown("key of train.pace", key, ["ratio"])
+    if not isinstance(ratio, int | float) or not ratio > 0:
+        raise InputError(f"train.pace: the ratio must be above zero, not {ratio}")
+    present = set(parameter_roles(model).values())
+    return {role: float(ratio) for role in ("q", "k", "qk") if role in present}
+
+
+class AdamW:
+    """AdamW (Loshchilov & Hutter 2019) through PyTorch's fused kernel.
+
+    The same numbers as `torch.optim.AdamW(fused=True)`, whose first use imports the compiler, which doubles
+    the time a run needs to start. State is kept by parameter name, which is what checkpoints need.
+    """
+
+    def __init__(
+        self, groups: list[Group], beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8
+    ) -> None:
+        self.groups, self.beta1, self.beta2, self.eps = groups, beta1, beta2, eps
+        parameters = {name: p for group in groups for name, p in group.parameters.items()}
+        self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        device = next(iter(parameters.values())).device if parameters else None
+        self.steps = torch.zeros((), dtype=torch.float32, device=device)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for group in self.groups for p in group.parameters.values() if p.grad is not None]
+
+    def zero_grad(self) -> None:
+        for group in self.groups:
+            for parameter in group.parameters.values():
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.groups:
+            learning = {name: p for name, p in group.parameters.items() if p.grad is not None}
+            if not learning:
+                continue
+            torch._fused_adamw_(
+                list(learning.values()),
+                [p.grad for p in learning.values() if p.grad is not None],
+                [self.mean[name] for name in learning],
+                [self.square[name] for name in learning],
+                [],
+                [self.steps] * len(learning),
+                lr=group.lr,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                weight_decay=group.weight_decay,
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+            # The kernel writes behind autograd's back; whoever keeps what they made of a weight must notice.
+            torch.autograd.graph.increment_version(list(learning.values()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state by name, the very tensors: copying into them restores it."""
+        return {
+            "optimizer.steps": self.steps,
+            **{f"optimizer.mean.{name}": tensor for name, tensor in self.mean.items()},
+            **{f"optimizer.square.{name}": tensor for name, tensor in self.square.items()},
+        }
+
+
+@torch.no_grad()
+def clip_gradients(gradients: list[Tensor], limit: float) -> Tensor:
+    """The norm of all gradients together, before they were scaled down to `limit` (0 = any)."""
+    norm = nn.utils.get_total_norm(gradients)
+    if hasattr(norm, "full_tensor"):  # sharded: of all shards
+        norm = norm.full_tensor()
+    if limit:
+        # on a processor the value is at hand, and most steps have nothing to scale
+        if norm.device.type == "cpu" and norm <= limit:
+            return norm
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm

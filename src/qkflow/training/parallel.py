@@ -1,0 +1,140 @@
+"""The processes that train one model together, started by `torchrun`: data-parallel (DDP) or sharded (FSDP2).
+
+`train.batch` is the batch of all of them, so that a run means the same however many share it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.errors import InputError
+from qkflow.training.config import Parallel
+
+
+@dataclass(frozen=True)
+class Team:
+    """One process's view of all of them. Alone, nothing here does anything."""
+
+    device: torch.device
+    kind: Parallel = "none"
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes and speaks for all."""
+        return self.rank == 0
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind == "fsdp"
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as the team trains it; its parameters keep their names in `model` itself."""
+        if self.kind == "ddp":
+            from torch.nn.parallel import DistributedDataParallel
+
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return model
+
+    def shard(self, model: nn.Module, blocks: Iterator[nn.Module]) -> None:
+        """Give each process its part of every parameter, in place: one unit a block and one for the rest."""
+        if not self.sharded:
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.world,))
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    @contextmanager
+    def syncing(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """Exchange gradients only in the last part of an accumulated batch."""
+        if self.kind == "ddp" and not last:
+            assert isinstance(model, nn.parallel.DistributedDataParallel)
+            with model.no_sync():
+                yield
+            return
+        if self.sharded:
+            model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        yield
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.world > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag whether any process raises it: all then do the same at the same step."""
+        if self.world == 1:
+            return flags
+        return tuple(
+            bool(count) for count in self.sum(torch.tensor(flags, dtype=torch.int32, device=self.device))
+        )
+
+    def share(self, value: Any) -> Any:
+        """The leader's value, everywhere."""
+        if self.world == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def wait(self) -> None:
+        if self.world > 1:
+            torch.distributed.barrier()
+
+
+@contextmanager
+def join(parallel: Parallel | None, device: str) -> Iterator[Team]:
+    """The team that torchrun's environment describes, for as long as the block lasts."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        if parallel in ("ddp", "fsdp"):
+            raise InputError(
+                f"'{parallel}' needs several processes: start it with torchrun --nproc-per-node 2 -m qkflow …"
+            )
+        yield Team(find_device(device))
+        return
+    if parallel == "none":
+        raise InputError(f"torchrun started {world} processes, but the run is set to parallel: none")
+    import torch.distributed as dist
+
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    found = find_device(device)
+    if found.type == "cuda":
+        found = torch.device("cuda", local)
+        torch.cuda.set_device(found)
+    dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
+    try:
+        yield Team(found, parallel or "ddp", dist.get_rank(), world)
+    finally:
+        dist.destroy_process_group()
+
+
+def find_device(name: str) -> torch.device:
+    """`auto` takes what is fastest here; anything else must exist."""
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        return torch.device(next(kind for kind, there in available.items() if there))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"'{name}' is not a device: use auto, {', '.join(available)}") from None
+    if not available.get(device.type, False):
+        raise InputError(f"this machine has no device '{name}': use --device auto or cpu")
+    return device

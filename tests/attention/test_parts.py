@@ -1,0 +1,142 @@
+"""Rotary positions, masks, the cache, and merging, each on its own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from qkflow.attention import Attention, Rotary, merge
+from qkflow.attention.masks import build_mask, document_positions
+from qkflow.attention.rotary import rotate, rotate_reference
+from qkflow.errors import InputError
+from qkflow.models import Decoder, preset
+
+
+def test_fast_rotation_equals_the_reference_with_gradients() -> None:
+    rotation = Rotary().rotation(torch.arange(9), 8, torch.float64)
+    x = torch.randn(2, 9, 3, 8, dtype=torch.float64, requires_grad=True)
+    signal = torch.randn_like(x)
+    fast, slow = rotate(x, rotation), rotate_reference(x, rotation)
+    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(y, x, signal)[0] for y in (fast, slow)), rtol=0, atol=1e-15
+    )
+    assert torch.autograd.gradcheck(lambda y: rotate(y, rotation), x, fast_mode=True)
+
+
+def test_rotated_products_depend_on_distance_alone() -> None:
+    rope = Rotary(base=100.0)
+    q, k = torch.randn(1, 1, 1, 16, dtype=torch.float64), torch.randn(1, 1, 1, 16, dtype=torch.float64)
+
+    def product(t: int, s: int) -> float:
+        turn = [rope.rotation(torch.tensor([p]), 16, torch.float64) for p in (t, s)]
+        return float((rotate(q, turn[0]) * rotate(k, turn[1])).sum())
+
+    assert product(3, 1) == pytest.approx(product(103, 101), abs=1e-12)
+    assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-3)
+
+
+def test_rope_matches_llama_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    parameters = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=512, rope_parameters=parameters
+    )
+    positions = torch.arange(300)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    q = torch.randn(1, 2, 300, 16)
+    theirs, _ = apply_rotary_pos_emb(q, q, cos, sin)
+    rope = Rotary(scaling="llama3", factor=8.0, original_length=64)
+    ours = rotate(q.transpose(1, 2), rope.rotation(positions, 16, torch.float32)).transpose(1, 2)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
+def test_rope_scaling() -> None:
+    plain = Rotary().frequencies(64)
+    torch.testing.assert_close(Rotary(scaling="linear", factor=4.0).frequencies(64), plain / 4)
+    ntk = Rotary(scaling="ntk", factor=4.0).frequencies(64)
+    assert ntk[0].item() == pytest.approx(plain[0].item())
+    assert ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-6)
+
+
+def test_given_positions_are_used() -> None:
+    layer = Attention(16, 2, dtype=torch.float64, start="fan_in")
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    shifted = layer(x, positions=torch.arange(7, 12))
+    torch.testing.assert_close(shifted, layer(x), rtol=0, atol=1e-12)  # distances are what counts
+    spread = layer(x, positions=torch.tensor([0, 2, 4, 6, 8]))
+    assert not torch.allclose(spread, layer(x))
+
+
+def test_document_positions_restart() -> None:
+    documents = torch.tensor([[4, 4, 4, 9, 9, 4, 4]])
+    assert document_positions(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_masks_say_who_sees_whom(window: int | None) -> None:
+    mask = build_mask(4, 6, causal=True, window=window)
+    matrix = mask.matrix(4, 6, torch.device("cpu"))
+    for query in range(4):
+        for key in range(6):
+            distance = (query + 2) - key
+            assert bool(matrix[query, key]) == (0 <= distance < (window or math.inf))
+
+
+def test_plain_causal_attention_needs_no_matrix() -> None:
+    assert build_mask(8, 8, causal=True).allowed is None
+    assert build_mask(1, 8, causal=True).allowed is None
+
+
+def test_cache_overflow_is_one_sentence() -> None:
+    layer = Attention(16, 2)
+    cache = layer.new_cache(1, 4)
+    layer(torch.randn(1, 3, 16), cache=cache)
+    with pytest.raises(InputError, match="room for 4 tokens, 3 are in it and 2 more do not fit"):
+        layer(torch.randn(1, 2, 16), cache=cache)
+    assert cache.length == 3
+
+
+def test_cache_can_be_reordered_and_rewound() -> None:
+    layer = Attention(16, 2, dtype=torch.float64).eval()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    cache = layer.new_cache(2, 5)
+    layer(x[:, :4], cache=cache)
+    last = layer(x[:, 4:], cache=cache)
+    cache.rewind(4)
+    cache.reorder(torch.tensor([1, 0]))
+    torch.testing.assert_close(layer(x[:, 4:].flip(0), cache=cache).flip(0), last, rtol=0, atol=1e-12)
+
+
+def test_a_model_trained_with_drift_exports_as_a_plain_one() -> None:
+    config = preset("tiny", vocabulary=32, layers=2, kv_heads=2, attention={"coupling": "drift"})
+    model = Decoder(config, seed=0, dtype=torch.float64)
+    ids = torch.randint(32, (2, 9))
+    before = model(ids)
+    merge(model)
+    plain = Decoder(preset("tiny", vocabulary=32, layers=2, kv_heads=2), seed=1, dtype=torch.float64)
+    plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(plain(ids), before, rtol=0, atol=1e-12)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    layer = Attention(16, 2, dropout=0.5)
+    x = torch.randn(1, 6, 16)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_cross_attention_reads_the_context() -> None:
+    layer = Attention(16, 2, causal=False, rope=False, dtype=torch.float64)
+    x, context = torch.randn(2, 3, 16, dtype=torch.float64), torch.randn(2, 7, 16, dtype=torch.float64)
+    out, weights = layer.reference(x, context=context)
+    assert weights.shape == (2, 2, 3, 7)
+    torch.testing.assert_close(layer(x, context=context), out, rtol=0, atol=1e-12)

@@ -1,0 +1,306 @@
+"""One suite over every registered coupling: each is held to what it declares."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from parts import HEADS, coupling_specs, heads, scatter
+from torch import Tensor
+
+from qkflow.attention import couplings
+from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings import Coupling
+from qkflow.attention.heads import Heads
+from qkflow.attention.starts import initialise
+from qkflow.errors import InputError
+from qkflow.flops import count_flops
+
+SPECS = coupling_specs()
+DOUBLE = {"dtype": torch.float64}
+
+
+def make(spec: str, kind: str = "mha", size: int = 6, start: str = "fan_in", moved: bool = True) -> Coupling:
+    coupling = couplings.build(spec, heads(kind, size), DOUBLE)
+    initialise(coupling, start, seed=0)
+    if moved:
+        scatter(coupling)
+    return coupling
+
+
+def tokens(shape: Heads, batch: int = 2, length: int = 5) -> tuple[Tensor, Tensor]:
+    q = torch.randn(batch, length, shape.queries, shape.size, dtype=torch.float64)
+    k = torch.randn(batch, length, shape.keys, shape.size, dtype=torch.float64)
+    return q, k
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_equals_its_reference_forward_and_backward(spec: str, kind: str) -> None:
+    coupling = make(spec, kind)
+    q, k = (t.requires_grad_() for t in tokens(coupling.heads))
+    inputs = [q, k, *coupling.parameters()]
+    signal = [torch.randn_like(q), torch.randn_like(k)]
+
+    def run(form: object) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, ...]]:
+        out = form(q, k)  # type: ignore[operator]
+        return out, torch.autograd.grad(out, inputs, signal, allow_unused=True)
+
+    (fast, fast_grads), (slow, slow_grads) = run(coupling), run(coupling.reference)
+    for a, b in zip((*fast, *fast_grads), (*slow, *slow_grads), strict=True):
+        if b is None:
+            assert a is None
+        else:
+            scale = b.abs().max().clamp_min(1.0)
+            assert ((a - b).abs().max() / scale).item() <= 1e-12
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str, bias: bool) -> None:
+    """The shortcut through the projections' weights: few tokens and many, with and without gradients."""
+    coupling = make(spec, kind)
+    shape = coupling.heads
+    qk = FactorisedQK(10, shape, bias, dtype=torch.float64)
+    scatter(qk, 0.3)
+    for length in (3, 40):
+        x = torch.randn(1, length, 10, dtype=torch.float64, requires_grad=True)
+        inputs = [x, *coupling.parameters(), *qk.parameters()]
+        signal = [
+            torch.randn(1, length, n, shape.size, dtype=torch.float64) for n in (shape.queries, shape.keys)
+        ]
+        fast, slow = coupling.from_input(x, qk), coupling.reference(*qk(x, x))
+        results = [(out, torch.autograd.grad(out, inputs, signal, allow_unused=True)) for out in (fast, slow)]
+        with torch.no_grad():
+            results.append((coupling.eval().from_input(x, qk), results[1][1]))
+        coupling.train()
+        for out, grads in results[::2]:
+            for a, b in zip((*out, *grads), (*results[1][0], *results[1][1]), strict=True):
+                assert (a is None) == (b is None)
+                if b is not None:
+                    assert ((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item() <= 1e-12
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_inference_notices_changed_parameters(spec: str) -> None:
+    coupling = make(spec, "gqa").eval()
+    qk = FactorisedQK(10, coupling.heads, False, dtype=torch.float64)
+    x = torch.randn(2, 4, 10, dtype=torch.float64)
+
+    def check() -> None:
+        with torch.no_grad():
+            got, wanted = coupling.from_input(x, qk), coupling.reference(*qk(x, x))
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+    check()
+    scatter(coupling)
+    scatter(qk)
+    check()
+    # a fused optimizer leaves no trace in the version of a parameter
+    optimizer = torch.optim.AdamW([*coupling.parameters(), *qk.parameters()], lr=0.1, fused=True)
+    for switch in (False, True):
+        coupling.train(switch)
+        sum(out.square().sum() for out in coupling.from_input(x, qk)).backward()
+        optimizer.step()
+        coupling.eval()
+        check()
+
+
+@pytest.mark.parametrize("kind", ["mha", "gqa"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_gradcheck(spec: str, kind: str) -> None:
+    coupling = make(spec, kind, size=3)
+    q, k = (t.requires_grad_() for t in tokens(coupling.heads, batch=1, length=2))
+    names = [name for name, _ in coupling.named_parameters()]
+
+    def run(q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = torch.func.functional_call(
+            coupling, dict(zip(names, values, strict=True)), (q, k)
+        )
+        return out
+
+    assert torch.autograd.gradcheck(run, (q, k, *coupling.parameters()), fast_mode=True)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_acts_on_each_token_alone(spec: str) -> None:
+    """So causality holds, and an evolved key can be cached."""
+    coupling = make(spec, "gqa")
+    q, k = tokens(coupling.heads, length=6)
+    whole_q, whole_k = coupling(q, k)
+    for t in range(6):
+        alone_q, alone_k = coupling(q[:, t : t + 1], k[:, t : t + 1])
+        torch.testing.assert_close(alone_q, whole_q[:, t : t + 1], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(alone_k, whole_k[:, t : t + 1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_leaves_its_inputs_alone(spec: str) -> None:
+    coupling = make(spec, "gqa")
+    q, k = tokens(coupling.heads)
+    before = q.clone(), k.clone()
+    coupling(q, k)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_identity_at_start_exactly_where_declared(spec: str, kind: str) -> None:
+    coupling = make(spec, kind, moved=False)
+    q, k = tokens(coupling.heads)
+    new_q, new_k = coupling(q, k)
+    unchanged = torch.equal(new_q, q) and torch.equal(new_k, k)
+    assert unchanged == coupling.identity_at_start
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_inverse_exactly_where_declared(spec: str, kind: str) -> None:
+    coupling = make(spec, kind)
+    q, k = tokens(coupling.heads)
+    if not coupling.invertible:
+        with pytest.raises(InputError, match="has no inverse"):
+            coupling.inverse(q, k)
+        return
+    for start, there, back in ((q, coupling, coupling.inverse), (q, coupling.inverse, coupling)):
+        new_q, new_k = back(*there(start, k))
+        scale = max(1.0, *(t.abs().max().item() for t in there(start, k)))
+        torch.testing.assert_close(new_q, q, rtol=0, atol=1e-11 * scale)
+        torch.testing.assert_close(new_k, k, rtol=0, atol=1e-11 * scale)
+
+
+def jacobian(coupling: Coupling, size: int) -> Tensor:
+    """J of one head's (q, k) for one token."""
+
+    def flat(z: Tensor) -> Tensor:
+        q, k = coupling(z[:size].view(1, 1, 1, size), z[size:].view(1, 1, 1, size))
+        return torch.cat((q.flatten(), k.flatten()))
+
+    return torch.autograd.functional.jacobian(flat, torch.randn(2 * size, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_symplectic_exactly_where_declared(spec: str) -> None:
+    size = 4
+    coupling = couplings.build(spec, Heads(1, 1, 1, size, size, 1, size), DOUBLE)
+    initialise(coupling, "fan_in", seed=0)
+    scatter(coupling, 0.8)
+    j, zero, one = jacobian(coupling, size), torch.zeros(size, size), torch.eye(size)
+    omega = torch.cat((torch.cat((zero, one), 1), torch.cat((-one, zero), 1))).double()
+    error = (j.T @ omega @ j - omega).abs().max().item()
+    if coupling.symplectic:
+        assert error <= 1e-12
+    else:
+        assert error > 1e-6
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_parameters_match_the_declared_formula(spec: str, kind: str) -> None:
+    coupling = make(spec, kind)
+    assert sum(p.numel() for p in coupling.parameters()) == coupling.extra_parameters()
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_flops_match_the_declared_formula(spec: str, kind: str) -> None:
+    coupling = make(spec, kind, size=16)
+    length = 1000  # so that products of weights alone do not count for much
+    q, k = tokens(coupling.heads, batch=1, length=length)
+    counted = count_flops(lambda: coupling(q, k)) / length
+    assert coupling.extra_flops() == pytest.approx(counted, rel=0.03)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_folding_the_drift_changes_nothing(spec: str) -> None:
+    coupling = make(spec, "gqa")
+    q, k = tokens(coupling.heads)
+    expected = coupling(q, k)
+    folded = copy.deepcopy(coupling)
+    amount = folded.fold()
+    if amount is None:
+        amount = torch.zeros(4, dtype=torch.float64)
+    drifted = q + amount[:, None] * k.repeat_interleave(2, dim=2)
+    outputs = (
+        [(drifted, k)] if coupling.name == "drift" else [folded(drifted, k), folded.reference(drifted, k)]
+    )
+    for new_q, new_k in outputs:
+        torch.testing.assert_close(new_q, expected[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(new_k, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bf16_stays_close(spec: str) -> None:
+    coupling = scatter(make(spec, "gqa", size=16, moved=False), 0.1)  # a wild map would amplify rounding
+    q, k = tokens(coupling.heads)
+    exact = coupling(q, k)
+    rough = copy.deepcopy(coupling).to(torch.bfloat16)(q.bfloat16(), k.bfloat16())
+    for a, b in zip(rough, exact, strict=True):
+        assert a.dtype == torch.bfloat16
+        error = (a.double() - b).norm() / b.norm()
+        assert error.item() < 0.05
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_state_dict_round_trip(spec: str) -> None:
+    saved, loaded = make(spec, "gqa"), make(spec, "gqa", moved=False)
+    loaded.load_state_dict(saved.state_dict())
+    q, k = tokens(saved.heads)
+    for a, b in zip(saved(q, k), loaded(q, k), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_builds_on_the_meta_device(spec: str) -> None:
+    coupling = couplings.build(spec, heads("gqa"), {"device": "meta"})
+    assert all(tensor.is_meta for tensor in (*coupling.parameters(), *coupling.buffers()))
+
+
+@pytest.mark.parametrize("name", couplings.names())
+def test_says_what_it_is(name: str) -> None:
+    part = couplings.get(name)
+    for text in (part.equation, part.citation, part.good_for, part.__doc__):
+        assert text
+
+
+def test_conservative_leapfrog_drifts_in_energy_by_the_square_of_the_step() -> None:
+    """Ten times smaller steps over the same time: a hundred times less drift."""
+    drifts = []
+    for step in (0.1, 0.01):
+        spec = f"leapfrog:conservative=true:steps={round(1 / step)}:step={step}:hidden=4"
+        coupling = couplings.build(spec, heads("mha"), DOUBLE)
+        initialise(coupling, "fan_in", seed=0)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            network = coupling.network
+            network.weight.copy_(
+                torch.rand(network.weight.shape, generator=generator, dtype=torch.float64) + 0.5
+            )
+        q, k = (torch.randn(4, 8, 4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+        before, after = coupling.energy(q, k), coupling.energy(*coupling(q, k))
+        drifts.append((after - before).abs().max().item())
+    order = math.log10(drifts[0] / drifts[1])
+    assert drifts[0] > 1e-8
+    assert 1.9 < order < 2.1
+
+
+def test_published_parameter_counts_at_60m() -> None:
+    """65,536 in the networks, 0.111% of the model, and a step size a head."""
+    layer = Heads(8, 8, 8, 64, 64, 8, 64)
+    assert 8 * couplings.build("euler:learn_step=false", layer).extra_parameters() == 65_536
+    assert 8 * couplings.build("euler", layer).extra_parameters() == 65_536 + 64
+    assert 8 * couplings.build("affine", layer).extra_parameters() == 196_608  # about 0.3% of 59.3M
+
+
+@pytest.mark.parametrize("kind", ["mha", "gqa"])
+def test_the_uncoupled_control_has_as_many_parameters(kind: str) -> None:
+    shape = heads(kind, 64)
+    euler, control = (
+        couplings.build(f"{name}:hidden=12", shape).extra_parameters() for name in ("euler", "uncoupled")
+    )
+    assert control == euler

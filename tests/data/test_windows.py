@@ -1,0 +1,147 @@
+"""Windows: every one of an epoch once, a pure function of seed and step, shared by ranks; bytes exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qkflow.data.windows import EvalWindows, TrainWindows, document_ids, permute
+from qkflow.errors import InputError
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63))
+@settings(max_examples=60, deadline=None)
+def test_permutation_is_one(size: int, seed: int) -> None:
+    keys = np.random.default_rng(seed).integers(0, 2**64, 6, dtype=np.uint64)
+    assert sorted(permute(np.arange(size), size, keys).tolist()) == list(range(size))
+
+
+@given(
+    count=st.integers(2, 600),
+    length=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    seed=st.integers(-(2**70), 2**70),
+    epoch=st.integers(0, 5),
+)
+@settings(max_examples=100, deadline=None)
+def test_an_epoch_holds_every_window_once(count: int, length: int, batch: int, seed: int, epoch: int) -> None:
+    if count < length + 1:
+        return
+    windows = TrainWindows(np.arange(count), length, batch, seed)
+    size = windows.epoch_windows
+    first, last = epoch * size // batch, ((epoch + 1) * size - 1) // batch
+    starts = np.concatenate([windows.starts(step) for step in range(first, last + 1)])
+    starts = np.sort(starts[epoch * size - first * batch :][:size])
+    assert np.all(np.diff(starts) == length)  # all different, next to one another
+    assert starts[0] >= 0
+    assert starts[-1] + length + 1 <= count
+    assert size >= count // length - 2  # next to nothing is left out
+
+
+def test_windows_hold_the_tokens_that_follow_one_another() -> None:
+    batch = TrainWindows(np.arange(1000, dtype=np.uint16), 7, 5, seed=3).batch(11)
+    assert batch.shape == (5, 8)
+    assert batch.dtype == np.int64
+    assert np.all(np.diff(batch, axis=1) == 1)
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    tokens = np.arange(10_000)
+    one, other = TrainWindows(tokens, 16, 4, seed=1), TrainWindows(tokens, 16, 4, seed=1)
+    backwards = {step: other.batch(step) for step in reversed(range(400))}
+    assert all(np.array_equal(one.batch(step), backwards[step]) for step in range(400))
+    assert not np.array_equal(one.batch(0), TrainWindows(tokens, 16, 4, seed=2).batch(0))
+
+
+def test_epochs_differ_in_order_and_in_offset() -> None:
+    windows = TrainWindows(np.arange(10_000), 32, 1, seed=0)
+    epochs = [
+        np.concatenate(
+            [windows.starts(epoch * windows.epoch_windows + i) for i in range(windows.epoch_windows)]
+        )
+        for epoch in range(6)
+    ]
+    assert len({int(starts[0] % 32) for starts in epochs}) > 3
+    orders = [tuple(np.argsort(starts)) for starts in epochs]
+    assert len(set(orders)) == 6
+    # not merely a rotation or a stride: neighbours in time are no neighbours in the text
+    assert all(np.mean(np.abs(np.diff(order)) == 1) < 0.05 for order in orders)
+
+
+def test_order_is_the_same_on_every_machine() -> None:
+    windows = TrainWindows(np.arange(10_000), 10, 6, seed=42)
+    assert windows.starts(0).tolist() == ORDER_OF_SEED_42
+
+
+ORDER_OF_SEED_42 = [6898, 8608, 7968, 6828, 3938, 1058]
+
+
+@given(world=st.sampled_from([1, 2, 3, 6]), step=st.integers(0, 200))
+@settings(max_examples=30, deadline=None)
+def test_ranks_share_the_global_batch(world: int, step: int) -> None:
+    tokens = np.arange(2000)
+    whole = TrainWindows(tokens, 8, 12, seed=5).batch(step)
+    parts = [TrainWindows(tokens, 8, 12, seed=5, rank=rank, world=world).batch(step) for rank in range(world)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_huge_corpora_need_no_table() -> None:
+    class Endless:
+        def __len__(self) -> int:
+            return 10**13
+
+    starts = TrainWindows(Endless(), 1024, 8, seed=0).starts(10**7)  # type: ignore[arg-type]
+    assert len(set(starts.tolist())) == 8
+    assert np.all((starts >= 0) & (starts < 10**13))
+
+
+@given(count=st.integers(1, 300), length=st.integers(1, 50), batch=st.integers(1, 7))
+@settings(max_examples=100, deadline=None)
+def test_evaluation_predicts_every_token_once(count: int, length: int, batch: int) -> None:
+    tokens = np.arange(count) + 5
+    windows = EvalWindows(tokens, length, batch, token_bytes=np.arange(count + 5))
+    batches = list(windows)
+    assert len(batches) == len(windows)
+    inputs = np.concatenate([i.ravel() for i, _ in batches])
+    targets = np.concatenate([t.ravel() for _, t in batches])
+    real = targets != -100
+    assert targets[real].tolist() == tokens.tolist()
+    assert inputs[real].tolist() == [tokens[-1], *tokens[:-1]]
+    assert windows.predicted == count
+    assert windows.covered_bytes == tokens.sum()
+
+
+def test_a_limit_spreads_windows_over_the_split_and_counts_their_bytes() -> None:
+    tokens = np.arange(1000)
+    windows = EvalWindows(tokens, 10, 4, limit=100, token_bytes=np.arange(1000))
+    targets = np.concatenate([t.ravel() for _, t in windows])
+    assert windows.predicted == len(targets) == 100
+    assert windows.covered_bytes == targets.sum()
+    assert targets[0] == 0
+    assert targets[-1] == 909
+    assert len(set(targets.tolist())) == 100
+
+
+def test_document_ids_count_from_zero_and_keep_the_end_token_with_its_document() -> None:
+    inputs = np.array([[7, 9, 7, 7, 9, 9], [9, 7, 7, 7, 7, 7]])
+    assert document_ids(inputs, 9).tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": 10}, "10 tokens, fewer than one window of 11"),
+        ({"length": 0}, "at least 1"),
+        ({"batch": 4, "world": 3}, "cannot be shared equally by 3"),
+    ],
+)
+def test_impossible_windows_are_refused_in_one_sentence(options: dict[str, int], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        TrainWindows(np.arange(10), **{"length": 4, "batch": 2, "seed": 0, **options})
+
+
+def test_an_empty_split_cannot_be_evaluated_on() -> None:
+    with pytest.raises(InputError, match="empty"):
+        EvalWindows(np.arange(0), 4, 2)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qkflow
+from families import disturb, output, tiny, token_ids
+from qkflow import hub
+from qkflow.errors import InputError
+
+
+def test_what_is_saved_is_small_and_comes_back(tmp_path: Path) -> None:
+    model = hub.attach(tiny("gpt2"), "affine:hidden=4")
+    disturb(model)
+    hub.save(model, tmp_path / "adapter")
+    files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert files == ["coupling.safetensors", "coupling_config.json"]
+    added = sum(p.numel() for name, p in model.named_parameters() if ".coupling." in name)
+    assert (tmp_path / "adapter" / "coupling.safetensors").stat().st_size < 4 * added + 4096
+    other = hub.load(tiny("gpt2"), tmp_path / "adapter")
+    assert torch.equal(output(other, token_ids()), output(model, token_ids()))
+    assert [layer.coupling_plan.spec for _, layer in hub.attached(other)] == ["affine:hidden=4"] * 2
+
+
+def test_an_adapter_loads_in_another_process(tmp_path: Path) -> None:
+    model = hub.attach(tiny("llama"), "euler", layers=[1])
+    disturb(model)
+    hub.save(model, tmp_path / "adapter")
+    torch.save(output(model, token_ids()), tmp_path / "expected.pt")
+    code = (
+        "import torch; from qkflow import hub; from families import output, tiny, token_ids\n"
+        f"model = hub.load(tiny('llama'), {str(tmp_path / 'adapter')!r})\n"
+        f"assert torch.equal(output(model, token_ids()), torch.load({str(tmp_path / 'expected.pt')!r}))\n"
+        "print('equal')"
+    )
+    paths = [str(Path(qkflow.__file__).parents[1]), str(Path(__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.stdout.strip() == "equal", ran.stderr
+
+
+def test_an_adapter_for_another_shape_is_refused(tmp_path: Path) -> None:
+    hub.save(hub.attach(tiny("llama"), "drift"), tmp_path)
+    with pytest.raises(
+        InputError, match=r"another shape: .* had 4 query and 2 key heads of size 16, here .* 4 and 4"
+    ):
+        hub.load(tiny("llama", num_key_value_heads=4), tmp_path)
+    with pytest.raises(InputError, match=r"layer 'model.layers.1.self_attn', which this model does not have"):
+        hub.load(tiny("llama", num_hidden_layers=1), tmp_path)
+    model = tiny("gpt2")
+    with pytest.raises(InputError, match=r"does not have: its attention layers are transformer.h.0.attn"):
+        hub.load(model, tmp_path)
+    assert not hub.attached(model), "a refused adapter changes nothing"
+
+
+def test_loading_onto_a_coupled_model_is_refused(tmp_path: Path) -> None:
+    model = hub.attach(tiny("llama"), "drift")
+    hub.save(model, tmp_path)
+    with pytest.raises(InputError, match=r"already has the coupling 'drift'"):
+        hub.load(model, tmp_path)
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    model = hub.attach(tiny("llama"), "drift")
+    hub.save(model, tmp_path)
+    weights = tmp_path / "coupling.safetensors"
+    torch.save({"x": torch.ones(1)}, weights)
+    with pytest.raises(InputError, match=r"not a safetensors file.*pickles are never opened"):
+        hub.load(tiny("llama"), tmp_path)
+    weights.rename(tmp_path / "coupling.bin")
+    with pytest.raises(InputError, match=r"holds no coupling.safetensors; coupling.bin there is a pickle"):
+        hub.load(tiny("llama"), tmp_path)
+    with pytest.raises(InputError, match=r"is a pickle, which is never opened: give the folder"):
+        hub.load(tiny("llama"), tmp_path / "coupling.bin")
+
+
+def test_broken_folders_are_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nothing to save"):
+        hub.save(tiny("llama"), tmp_path)
+    with pytest.raises(InputError, match=r"holds no coupling_config.json"):
+        hub.load(tiny("llama"), tmp_path)
+    hub.save(hub.attach(tiny("llama"), "euler"), tmp_path)
+    config = json.loads((tmp_path / "coupling_config.json").read_text())
+    config["layers"]["model.layers.0.self_attn"]["coupling"] = "euler:hidden=3"
+    (tmp_path / "coupling_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"do not fit its config"):
+        hub.load(tiny("llama"), tmp_path)
+    (tmp_path / "coupling_config.json").write_text(json.dumps({**config, "format": 99}))
+    with pytest.raises(InputError, match=r"form that this version does not know"):
+        hub.load(tiny("llama"), tmp_path)
+    (tmp_path / "coupling_config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"not a coupling's config"):
+        hub.load(tiny("llama"), tmp_path)

@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from families import BIDIRECTIONAL, FAMILIES, disturb, output, tiny, token_ids
+from qkflow import hub
+from qkflow.errors import InputError
+from qkflow.models import Decoder, ModelConfig
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_coupled_and_left_as_it_was(family: str) -> None:
+    model, ids = tiny(family), token_ids()
+    names, before = set(model.state_dict()), output(model, ids)
+
+    hub.attach(model, "affine", seed=0)
+    assert len(hub.attached(model)) == 2
+    assert torch.equal(output(model, ids), before), "affine starts as the identity, bit for bit"
+    disturb(model)
+    after = output(model, ids)
+    assert (after - before).abs().max() > 1e-5, "a coupling that has moved changes the output"
+    if family not in BIDIRECTIONAL:
+        changed = ids.clone()
+        changed[:, -3:] = (changed[:, -3:] + 1) % 90 + 3
+        assert torch.equal(output(model, changed)[:, :-3], after[:, :-3]), "no token sees the future"
+
+    hub.detach(model)
+    assert torch.equal(output(model, ids), before)
+    assert set(model.state_dict()) == names
+
+    hub.attach(model, "drift", step=0.7)
+    drifting = output(model, ids)
+    assert (drifting - before).abs().max() > 1e-5
+    hub.merge(model)
+    assert not hub.attached(model)
+    assert type(model.get_submodule(hub_layer(family))).__module__.startswith("transformers.")
+    torch.testing.assert_close(output(model, ids), drifting, rtol=1e-5, atol=1e-5)
+
+
+def hub_layer(family: str) -> str:
+    model = hub.attach(tiny(family), "none")
+    return hub.attached(model)[0][0]
+
+
+@pytest.mark.parametrize("coupling", ["euler:n=2", "leapfrog", "affine", "uncoupled", "drift"])
+def test_the_coupling_sits_where_our_own_model_has_it(coupling: str) -> None:
+    """A coupled Llama with grouped heads is our decoder with the same weights."""
+    llama = tiny("llama")
+    shape = hub.from_llama(llama).config.to_dict()
+    shape["attention"]["coupling"] = coupling
+    ours = Decoder(ModelConfig.from_dict(shape)).eval()
+    ours.load_state_dict(hub.from_llama(llama).state_dict(), strict=False)
+    hub.attach(llama, coupling)
+    disturb(llama)
+    for block, (_, layer) in zip(ours.blocks, hub.attached(llama), strict=True):
+        block.attention.coupling.load_state_dict(layer.coupling.state_dict())
+    ids = token_ids()
+    with torch.no_grad():
+        torch.testing.assert_close(output(llama, ids), ours.logits(ours(ids)), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_and_options_are_chosen() -> None:
+    model = hub.attach(tiny("llama"), "affine:hidden=4", layers=[-1], bias=True)
+    ((name, layer),) = hub.attached(model)
+    assert name == "model.layers.1.self_attn"
+    assert layer.coupling_plan.spec == "affine:hidden=4:bias=true"
+    assert layer.coupling.from_query.w1.shape == (4, 4, 16)
+    hub.attach(model, "drift", layers=[0])
+    assert len(hub.attached(model)) == 2
+
+
+def test_a_seed_repeats_a_start_and_layers_differ() -> None:
+    first, second = (hub.attach(tiny("llama"), "euler", seed=5) for _ in range(2))
+    weights = [layer.coupling.network.w1 for _, layer in hub.attached(first)]
+    again = [layer.coupling.network.w1 for _, layer in hub.attached(second)]
+    assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
+    assert not torch.equal(weights[0], weights[1])
+
+
+def test_only_the_coupling_trains_when_the_base_is_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+    model = hub.attach(tiny("gpt2"), "affine", freeze_base=True)
+    trainable, added, total = hub.print_trainable_parameters(model)
+    assert trainable == added == 2 * 2 * 4 * 8 * 3 * 16
+    assert total == sum(p.numel() for p in model.parameters())
+    assert f"trainable params: {added:,}" in capsys.readouterr().out
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+        name for name, _ in model.named_parameters() if ".coupling." in name
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_copies_and_pickles_stay_coupled(family: str) -> None:
+    model = hub.attach(tiny(family), "euler")
+    expected = output(model, token_ids())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(output(other, token_ids()), expected)
+        assert len(hub.attached(other)) == 2
+        assert all(
+            layer.coupling is not own.coupling
+            for (_, layer), (_, own) in zip(hub.attached(other), hub.attached(model), strict=True)
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox"])
+def test_generation_with_every_cache_gives_the_same_tokens(family: str) -> None:
+    model = hub.attach(tiny(family), "affine")
+    disturb(model, 0.5)
+    ids = token_ids(2, 5)
+    common = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    plain = model.generate(ids, use_cache=False, **common)
+    assert torch.equal(model.generate(ids, **common), plain)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **common), plain)
+    beams = model.generate(ids, num_beams=3, use_cache=False, **common)
+    assert torch.equal(model.generate(ids, num_beams=3, **common), beams)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+    left = model.generate(padded, attention_mask=(padded != 0).long(), **common)
+    assert torch.equal(left[:, 3:], plain)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradients_are_the_same_with_checkpointing(family: str) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = hub.attach(tiny(family), "euler", seed=0).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(input_ids=token_ids(), labels=token_ids(), use_cache=False).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if ".coupling." in name})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "coupling", "layers"),
+    [("llama", "affine", "num_hidden_layers"), ("gpt2", "euler", "n_layer")],
+)
+def test_the_compiler_takes_it_as_one_graph(family: str, coupling: str, layers: str) -> None:
+    model = hub.attach(tiny(family, **{layers: 1}), coupling, seed=0)
+    disturb(model)
+    expected = output(model, token_ids())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(output(compiled, token_ids()), expected)
+
+
+def test_bfloat16_models_get_bfloat16_couplings() -> None:
+    model = tiny("llama").to(torch.bfloat16)
+    before = output(model, token_ids())
+    hub.attach(model, "affine")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(output(model, token_ids()), before)
+
+
+def test_mixed_precision_keeps_the_projections_precision() -> None:
+    model = hub.attach(tiny("llama"), "euler")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=token_ids(), labels=token_ids()).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("order", ["hooks first", "coupling first"])
+def test_accelerate_hooks_and_couplings_go_together(order: str) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    calls = []
+
+    class Counting(ModelHook):
+        def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[object, object]:
+            calls.append(type(module).__name__)
+            return args, kwargs
+
+    expected = output(hub.attach(tiny("llama"), "euler", seed=0), token_ids())
+    model = tiny("llama")
+    plain = output(model, token_ids())
+    if order == "coupling first":
+        hub.attach(model, "euler", seed=0)
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, Counting())
+    if order == "hooks first":
+        hub.attach(model, "euler", seed=0)
+    assert torch.equal(output(model, token_ids()), expected)
+    assert calls == ["CoupledLlamaAttention"] * 2
+    hub.detach(model)
+    assert torch.equal(output(model, token_ids()), plain)
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(output(model, token_ids()), plain)
+
+
+def test_offloaded_models_run_coupled() -> None:
+    from accelerate import cpu_offload
+
+    expected = output(hub.attach(tiny("llama"), "euler", seed=0), token_ids())
+    model = tiny("llama")
+    cpu_offload(model, execution_device="cpu")
+    hub.attach(model, "euler", seed=0)
+    torch.testing.assert_close(output(model, token_ids()), expected)
+
+
+class EightBit(nn.Module):
+    """A linear layer with whole-number weights, as quantisers make them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.out_features = linear.out_features
+        self.scale = float(linear.weight.detach().abs().max()) / 127
+        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.to(x.dtype) * self.scale).t()
+
+
+def test_quantised_projections_are_called_as_they_are() -> None:
+    model = tiny("llama")
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, EightBit(getattr(layer.self_attn, name)))
+    before = output(model, token_ids())
+    hub.attach(model, "affine")
+    assert torch.equal(output(model, token_ids()), before)
+    hub.detach(model)
+    hub.attach(model, "drift")
+    with pytest.raises(InputError, match=r"cannot be changed in place.*undo the quantisation"):
+        hub.merge(model)
+
+
+class Opaque(nn.Module):
+    """A layer that keeps to itself how many outputs it has."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_what_cannot_be_coupled_is_refused_with_what_was_found() -> None:
+    with pytest.raises(InputError, match=r"encoder_attn.*cross-attention.*get_encoder"):
+        hub.attach(tiny_bart())
+    hub.attach(tiny_bart().get_encoder())
+    mamba = hf.MambaForCausalLM(hf.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1))
+    with pytest.raises(InputError, match=r"no self-attention.*found in MambaForCausalLM.*q_proj/k_proj"):
+        hub.attach(mamba)
+    codegen = hf.CodeGenForCausalLM(
+        hf.CodeGenConfig(
+            vocab_size=96, n_embd=64, n_head=4, n_layer=1, rotary_dim=8, bos_token_id=1, eos_token_id=2
+        )
+    )
+    with pytest.raises(InputError, match=r"qkv_proj.*CodeGenAttention.*not known"):
+        hub.attach(codegen)
+    opaque = tiny("llama")
+    opaque.model.layers[0].self_attn.q_proj = Opaque(opaque.model.layers[0].self_attn.q_proj)
+    with pytest.raises(InputError, match=r"q_proj' is a Opaque, whose number of outputs cannot be read"):
+        hub.attach(opaque)
+    gated = tiny("llama")
+    gated.model.layers[0].self_attn.q_proj = nn.Linear(64, 128)
+    with pytest.raises(InputError, match=r"q_proj gives 128 columns.*not supported"):
+        hub.attach(gated)
+
+
+def tiny_bart() -> hf.BartModel:
+    config = hf.BartConfig(
+        vocab_size=96,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
+    return hf.BartModel(config)
+
+
+def test_bad_input_is_said_plainly() -> None:
+    model = hub.attach(tiny("llama"), "affine")
+    with pytest.raises(InputError, match=r"already has the coupling 'affine': detach"):
+        hub.attach(model, "drift")
+    with pytest.raises(InputError, match=r"'affine', which is not linear.*only 'drift' merges"):
+        hub.merge(model)
+    with pytest.raises(InputError, match=r"nothing to merge"):
+        hub.merge(tiny("llama"))
+    with pytest.raises(InputError, match=r"no attention layer 2: the model has 2"):
+        hub.attach(tiny("llama"), layers=[2])
+    with pytest.raises(InputError, match=r"layers is empty"):
+        hub.attach(tiny("llama"), layers=[])
+    with pytest.raises(InputError, match=r"unknown coupling 'afine': did you mean 'affine'"):
+        hub.attach(tiny("llama"), "afine")
+    with pytest.raises(InputError, match=r"unknown option of coupling 'drift'"):
+        hub.attach(tiny("llama"), "drift", hidden=3)
+
+
+def test_a_failed_attachment_changes_nothing() -> None:
+    model = hub.attach(tiny("llama"), "drift", layers=[1])
+    names = set(model.state_dict())
+    with pytest.raises(InputError, match=r"layers.1.*already"):
+        hub.attach(model, "affine")
+    assert set(model.state_dict()) == names
+
+
+def test_a_layer_that_takes_its_keys_from_elsewhere_is_noticed_when_it_runs() -> None:
+    class Crossing(nn.Module):
+        head_dim, num_heads = 8, 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
+            if context is None:
+                return self.q_proj(x)
+            return self.q_proj(x) * self.k_proj(context)
+
+    model = hub.attach(nn.Sequential(Crossing()), "drift")
+    x = torch.randn(1, 3, 16)
+    with pytest.raises(InputError, match=r"different tensors, as cross-attention does"):
+        model[0](x, x.clone())
+    with pytest.raises(InputError, match=r"without its own key"):
+        model[0](x)
+
+
+def test_a_forward_replaced_on_the_layer_is_refused() -> None:
+    model = tiny("llama")
+    layer = model.model.layers[0].self_attn
+    layer.forward = layer.forward
+    with pytest.raises(InputError, match=r"forward of .* has been replaced"):
+        hub.attach(model)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from families import output, tiny, token_ids
+from qkflow import hub
+from qkflow.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer, train_bpe
+from qkflow.errors import InputError
+from qkflow.hub.folders import fast_tokenizer
+from qkflow.models import Decoder, ModelConfig
+from qkflow.training import model_folder
+
+SHAPE: dict[str, Any] = {"vocabulary": 96, "layers": 2, "width": 64, "heads": 4, "feed_forward": "swiglu"}
+
+
+def decoder(attention: dict[str, Any] | None = None, **changes: Any) -> Decoder:
+    shape = {**SHAPE, "attention": attention or {}, **changes}
+    return Decoder(ModelConfig.from_dict(shape), seed=0).eval()
+
+
+def logits(model: Decoder, length: int = 9) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(model(token_ids(2, length)))
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [
+        ({}, {}),
+        ({"bias": True}, {"kv_heads": 2, "tied": False, "hidden": 80, "norm_eps": 1e-5}),
+        ({"rope": {"base": 5e5}}, {"head_size": 32}),
+        ({"rope": {"scaling": "linear", "factor": 4.0}}, {}),
+        ({"rope": {"scaling": "ntk", "factor": 4.0}}, {}),
+        ({"rope": {"scaling": "llama3", "factor": 8.0, "original_length": 64}}, {}),
+    ],
+    ids=["plain", "bias, grouped, untied", "other base", "linear", "ntk", "llama3"],
+)
+def test_standard_attention_is_a_llama_and_comes_back(
+    attention: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    ours = decoder(attention, **changes)
+    llama = hub.to_llama(ours)
+    assert type(llama) is hf.LlamaForCausalLM
+    torch.testing.assert_close(output(llama, token_ids(2, 64)), logits(ours, 64), rtol=0, atol=1e-5)
+    back = hub.from_llama(llama)
+    assert back.state_dict().keys() == ours.state_dict().keys()
+    assert all(torch.equal(back.state_dict()[name], value) for name, value in ours.state_dict().items())
+    torch.testing.assert_close(logits(back, 64), logits(ours, 64), rtol=0, atol=1e-5)
+
+
+def test_a_llama_of_their_making_converts() -> None:
+    llama = tiny("llama", attention_bias=True)
+    ours = hub.from_transformers(llama)
+    torch.testing.assert_close(logits(ours), output(llama, token_ids()), rtol=0, atol=1e-5)
+    assert torch.equal(output(hub.to_llama(ours), token_ids()), output(llama, token_ids()))
+
+
+def test_a_drift_is_merged_on_the_way_to_a_llama() -> None:
+    ours = decoder({"coupling": "drift:step=0.8"})
+    before = logits(ours)
+    torch.testing.assert_close(output(hub.to_llama(ours), token_ids()), before, rtol=0, atol=1e-5)
+    assert torch.equal(logits(ours), before), "the model that was given is left alone"
+    assert ours.blocks[0].attention.coupling_spec.name == "drift"
+
+
+def test_what_a_llama_cannot_be_is_named() -> None:
+    with pytest.raises(
+        InputError, match=r"cannot have the coupling 'euler'.*query-key norms.*GELU feed-forward"
+    ):
+        hub.to_llama(decoder({"coupling": "euler", "qk_norm": True}, feed_forward="gelu"))
+    with pytest.raises(InputError, match=r"'differential' scoring"):
+        hub.to_llama(decoder({"scoring": "differential"}))
+    with pytest.raises(InputError, match=r"neither a qkflow model nor a Llama"):
+        hub.from_transformers(tiny("gpt2"))
+    with pytest.raises(InputError, match=r"rotary scaling 'dynamic'"):
+        hub.from_llama(
+            tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+        )
+
+
+def bpe() -> SubwordTokenizer:
+    return train_bpe(iter(["to be or not to be, that is the question: " * 20]), 300)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), bpe()], ids=["bytes", "bpe"])
+def test_tokenizers_agree(tokenizer: Tokenizer) -> None:
+    words = fast_tokenizer(tokenizer)
+    for text in ("to be or not\n to be", "Grüße, 東京 \U0001f600", " two  spaces"):
+        assert words(text)["input_ids"] == tokenizer.encode(text)
+        assert words.decode(tokenizer.encode(text)) == text
+    assert words.eos_token_id == tokenizer.end_of_document
+
+
+def run_folder(path: Path, attention: dict[str, Any] | None = None) -> tuple[Decoder, Tokenizer]:
+    """A finished run as the training loop leaves it."""
+    tokenizer = bpe()
+    model = decoder(attention, vocabulary=tokenizer.vocab_size)
+    model_folder.save(path / "model", model.config, model_folder.full_weights(model), tokenizer)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize(("to", "coupling"), [("qkflow", "euler"), ("llama", "drift")])
+def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) -> None:
+    model, tokenizer = run_folder(tmp_path / "run", {"coupling": coupling})
+    hub.export(tmp_path / "run", tmp_path / "out", to=to)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
+    assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = token_ids()
+    torch.testing.assert_close(output(loaded, ids), logits(model), rtol=0, atol=1e-5)
+    assert loaded.config.eos_token_id == tokenizer.end_of_document
+    words = hf.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert words("to be")["input_ids"] == tokenizer.encode("to be")
+
+    hub.import_model(tmp_path / "out", tmp_path / "back")
+    again, same = model_folder.load_model(tmp_path / "back")
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
+    assert same.encode("that is") == tokenizer.encode("that is")
+    assert same.end_of_document == tokenizer.end_of_document
+
+
+def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
+    import yaml
+
+    run_folder(tmp_path / "run", {"coupling": "euler"})
+    hub.export(tmp_path / "run", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header)["tags"] == ["qkflow", "coupling:euler"]
+    assert "import qkflow.hub" in text
+    assert "q ← q + Δ·k" in text
+
+
+def test_models_open_whatever_they_are(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    hub.export(tmp_path / "run", tmp_path / "out")
+    ours, words = hub.open_model(tmp_path / "run")
+    theirs, _ = hub.open_model(tmp_path / "out")
+    torch.testing.assert_close(output(ours, token_ids()), output(theirs, token_ids()))
+    assert words("to be")["input_ids"]
+    llama = hub.attach(tiny("llama"), "drift", step=2.0)
+    hub.save(llama, tmp_path / "adapter")
+    hub.detach(llama).save_pretrained(tmp_path / "llama")
+    fast_tokenizer(bpe()).save_pretrained(tmp_path / "llama")
+    coupled, _ = hub.open_model(tmp_path / "llama", coupling=tmp_path / "adapter")
+    assert len(hub.attached(coupled)) == 2
+
+
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    with pytest.raises(InputError, match=r"exists already"):
+        hub.export(tmp_path / "run", tmp_path / "run")
+    with pytest.raises(InputError, match=r"'qkflow' or 'llama', not 'gpt2'"):
+        hub.export(tmp_path / "run", tmp_path / "out", to="gpt2")  # type: ignore[arg-type]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"cannot be opened as a causal model"):
+        hub.open_model(tmp_path / "empty")
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')\n")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "evil",
+                "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.M"},
+            }
+        )
+    )
+    with pytest.raises(InputError, match=r"cannot be opened"):
+        hub.open_model(tmp_path)

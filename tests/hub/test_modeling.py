@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from qkflow import hub
+from qkflow.data.tokenizer import ByteTokenizer
+from qkflow.errors import InputError
+from qkflow.hub.folders import fast_tokenizer
+from qkflow.models import Decoder
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "coupled, grouped, untied": {
+        "kv_heads": 2,
+        "tied": False,
+        "attention": {"coupling": "affine", "bias": True, "window": 6},
+    },
+    "differential": {"attention": {"coupling": "leapfrog:n=2", "scoring": "differential", "qk_norm": True}},
+}
+
+
+def config(**changes: Any) -> hub.QKFlowConfig:
+    shape = {"vocabulary": 96, "layers": 2, "width": 64, "heads": 4, "feed_forward": "swiglu"}
+    return hub.QKFlowConfig(**{**shape, **changes})
+
+
+def causal(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return hub.QKFlowForCausalLM(config(**changes)).eval()
+
+
+def prompt(batch: int = 2, length: int = 7) -> Tensor:
+    return torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_models_come_back_through_the_auto_classes(variant: str, tmp_path: Path) -> None:
+    model = causal(**VARIANTS[variant])
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is hub.QKFlowForCausalLM
+    assert again.config.model_config() == model.config.model_config()
+    assert torch.equal(again(input_ids=prompt()).logits, model(input_ids=prompt()).logits)
+    bare = hub.QKFlowModel.from_pretrained(tmp_path)
+    assert torch.equal(
+        bare(input_ids=prompt()).last_hidden_state, model.model(input_ids=prompt()).last_hidden_state
+    )
+
+
+def test_the_wrapper_adds_nothing_to_the_decoder() -> None:
+    model = causal()
+    decoder = hub.from_transformers(model)
+    assert isinstance(decoder, Decoder)
+    with torch.no_grad():
+        expected = decoder.logits(decoder(prompt()))
+        assert torch.equal(model(input_ids=prompt()).logits, expected)
+    fresh = Decoder(model.config.model_config(), seed=3)
+    wrapped = hub.to_transformers(fresh)
+    assert {name.removeprefix("model.decoder."): p for name, p in wrapped.named_parameters()} == dict(
+        fresh.named_parameters()
+    )
+
+
+def test_a_fresh_model_keeps_the_start_of_its_config() -> None:
+    model = causal(start="fan_in")
+    weight = hub.from_transformers(model).blocks[0].feed_forward.up.weight
+    assert float(weight.detach().std()) == pytest.approx(0.7 / 8, rel=0.05)
+
+
+def test_weights_missing_from_a_checkpoint_are_started_and_the_others_kept(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = causal()
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    lost = "model.decoder.blocks.0.attention.qk.q.weight"
+    state.pop(lost)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = hub.QKFlowForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert float(again[lost].std()) == pytest.approx(0.02, rel=0.1)
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generation_is_the_same_with_and_without_caches(variant: str) -> None:
+    model = causal(**VARIANTS[variant])
+    ids = prompt()
+    common = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    plain = model.generate(ids, use_cache=False, **common)
+    assert torch.equal(model.generate(ids, **common), plain)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **common), plain)
+    assert torch.equal(model.generate(ids, past_key_values=DynamicCache(), **common), plain)
+    beams = model.generate(ids, num_beams=3, use_cache=False, **common)
+    assert torch.equal(model.generate(ids, num_beams=3, **common), beams)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+    left = model.generate(padded, attention_mask=(padded != 0).long(), **common)
+    assert torch.equal(left[:, 3:], plain)
+
+
+def test_right_padding_changes_no_real_token() -> None:
+    model, ids = causal(), prompt()
+    padded = torch.cat([ids, torch.zeros(2, 4, dtype=torch.long)], dim=1)
+    logits = model(input_ids=padded, attention_mask=(padded != 0).long()).logits[:, :7]
+    torch.testing.assert_close(logits, model(input_ids=ids).logits)
+
+
+def test_checkpointing_hidden_states_and_loss() -> None:
+    model = causal().train()
+    out = model(input_ids=prompt(), labels=prompt(), output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    out.loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    model(input_ids=prompt(), labels=prompt()).loss.backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_vocabulary_can_grow(tied: bool) -> None:
+    model = causal(tied=tied)
+    model.resize_token_embeddings(100, mean_resizing=False)
+    assert model(input_ids=prompt()).logits.shape[-1] == model.config.vocab_size == 100
+    assert model.config.model_config().vocabulary == 100
+
+
+def test_classification_reads_the_last_real_token(tmp_path: Path) -> None:
+    causal().save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3, pad_token_id=0).eval()
+    ids = prompt()
+    padded = torch.cat([ids, torch.zeros(2, 4, dtype=torch.long)], dim=1)
+    short = model(input_ids=ids).logits
+    long = model(input_ids=padded, attention_mask=(padded != 0).long()).logits
+    assert short.shape == (2, 3)
+    torch.testing.assert_close(short, long)
+
+
+def test_a_pipeline_and_the_trainer_take_it(tmp_path: Path) -> None:
+    words = fast_tokenizer(ByteTokenizer())
+    model = causal(vocabulary=257, eos_token_id=256, pad_token_id=256, attention={"coupling": "euler"})
+    rows = [{"input_ids": words("to be or not to be ")["input_ids"]} for _ in range(8)]
+    for row in rows:
+        row["labels"] = row["input_ids"]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none",
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    before = model(
+        input_ids=torch.tensor([rows[0]["input_ids"]]), labels=torch.tensor([rows[0]["labels"]])
+    ).loss
+    Trainer(model, arguments, train_dataset=rows).train()
+    model.eval()
+    after = model(
+        input_ids=torch.tensor([rows[0]["input_ids"]]), labels=torch.tensor([rows[0]["labels"]])
+    ).loss
+    assert after < before
+    written = pipeline("text-generation", model=model, tokenizer=words, device="cpu")
+    text = written("to be", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    assert text.startswith("to be")
+
+
+def test_what_it_cannot_take_is_said() -> None:
+    model = causal()
+    with pytest.raises(InputError, match=r"inputs_embeds is not supported"):
+        model(inputs_embeds=torch.randn(1, 2, 64))
+    with pytest.raises(InputError, match=r"attention_mask must be \(batch, tokens\)"):
+        model(input_ids=prompt(), attention_mask=torch.ones(2, 1, 7, 7))
+    with pytest.raises(InputError, match=r"unknown key of model 'layrs'"):
+        hub.QKFlowConfig(shape={"vocabulary": 8, "layrs": 2})

@@ -1,0 +1,74 @@
+"""Couplings and LoRA on the same model, whichever comes first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from families import disturb, output, tiny, token_ids
+from qkflow import hub
+from qkflow.errors import InputError
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, **options)
+
+
+def with_lora(model: Any, **options: Any) -> PeftModel:
+    torch.manual_seed(3)
+    return get_peft_model(model, lora(**options))
+
+
+def by_hand(coupling: str) -> torch.Tensor:
+    """LoRA merged into the weights first, then coupled: what both orders must amount to."""
+    model = hub.attach(with_lora(tiny("llama")).merge_and_unload(), coupling, seed=0)
+    disturb(model)
+    return output(model, token_ids())
+
+
+def test_a_coupling_on_a_model_with_lora() -> None:
+    model = hub.attach(with_lora(tiny("llama")), "euler", seed=0)
+    disturb(model)
+    torch.testing.assert_close(output(model, token_ids()), by_hand("euler"))
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or ".coupling." in name for name in trainable)
+    assert any(".coupling." in name for name in trainable)
+    assert any("lora_" in name for name in trainable)
+
+
+def test_lora_on_a_coupled_model_sees_and_keeps_the_coupling(tmp_path: Path) -> None:
+    coupled = hub.attach(tiny("llama"), "euler", seed=0)
+    disturb(coupled)
+    model = with_lora(coupled, modules_to_save=["coupling"])
+    torch.testing.assert_close(output(model, token_ids()), by_hand("euler"))
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    graded = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert any("coupling" in name for name in graded)
+    assert all("lora_" in name or "coupling" in name for name in graded)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.1)
+    hub.save(model, tmp_path)
+    other = hub.load(with_lora(tiny("llama")), tmp_path)
+    torch.testing.assert_close(output(other, token_ids()), output(model, token_ids()))
+
+
+def test_freezing_leaves_adapters_training() -> None:
+    model = hub.attach(with_lora(tiny("llama")), "affine")
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    hub.freeze(model)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name or ".coupling." in name for name in trainable)
+    assert any("lora_" in name for name in trainable)
+
+
+def test_a_drift_does_not_merge_under_lora() -> None:
+    model = hub.attach(with_lora(tiny("llama")), "drift")
+    with pytest.raises(InputError, match=r"merge LoRA adapters"):
+        hub.merge(model)

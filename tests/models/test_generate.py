@@ -1,0 +1,119 @@
+import pytest
+import torch
+
+from qkflow.attention import couplings, scorings
+from qkflow.errors import InputError
+from qkflow.models import Decoder, preset
+from qkflow.models.decoding import TokenByToken
+from qkflow.models.generate import WORTH_PREPARING, Sampler, generate
+
+LONG = WORTH_PREPARING + 8  # enough for the layout made for single tokens
+
+
+def small_model(dtype=torch.float64, **options):
+    shape = {"vocabulary": 50, "layers": 2, "width": 32, "heads": 4, "start": "fan_in", **options}
+    return Decoder(preset("tiny", **shape), seed=0, dtype=dtype)
+
+
+def prompt(batch=1, length=5):
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def without_cache(model, ids, count):
+    for _ in range(count):
+        ids = torch.cat([ids, model.logits(model(ids))[:, -1:].argmax(dim=-1)], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"feed_forward": "swiglu", "tied": False, "kv_heads": 2},
+        {"attention": {"coupling": "leapfrog:n=2", "qk_norm": True, "window": 4}},
+        {"attention": {"scoring": "differential", "rope": False}},
+        {"attention": {"circuit": "CACO", "rope": False}},
+        {"attention": {"bias": True}},
+    ],
+)
+def test_cached_equals_uncached(options, batch):
+    model = small_model(**options)
+    ids = prompt(batch)
+    made = generate(model, ids, LONG, temperature=0)
+    assert torch.equal(made, without_cache(model, ids, LONG))
+    assert model.training
+
+
+@pytest.mark.parametrize("scoring", scorings.names())
+@pytest.mark.parametrize("coupling", couplings.names())
+def test_token_by_token_gives_the_models_own_logits(coupling, scoring):
+    model = small_model(attention={"coupling": coupling, "scoring": scoring}).eval()
+    ids = prompt(length=12)
+    with torch.inference_mode():
+        caches = model.new_caches(1, 12)
+        model(ids[:, :6], caches=caches)
+        decoder = TokenByToken(model, caches)
+        found = torch.stack([decoder.logits(int(token)) for token in ids[0, 6:]])
+        torch.testing.assert_close(found, model.logits(model(ids))[0, 6:], rtol=1e-11, atol=1e-12)
+
+
+def test_prompts_of_different_lengths():
+    model = small_model()
+    short, long = prompt(length=3), prompt(length=7)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), short], dim=1)
+    ids = torch.cat([padded, long])
+    real = torch.tensor([[False] * 4 + [True] * 3, [True] * 7])
+    made = generate(model, ids, 6, temperature=0, padding=real)
+    assert torch.equal(made[0, 4:], generate(model, short, 6, temperature=0)[0])
+    assert torch.equal(made[1], generate(model, long, 6, temperature=0)[0])
+
+
+def test_a_seed_repeats_and_another_does_not():
+    model = small_model()
+    made = [generate(model, prompt(), LONG, seed=seed) for seed in (1, 1, 2)]
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
+
+
+def test_an_end_token_ends_a_sequence_and_the_stream_sees_every_token():
+    model = small_model()
+    free = generate(model, prompt(2), 12, seed=3)
+    end = int(free[0, 7])  # the third new token of the first sequence
+    seen = []
+    made = generate(model, prompt(2), 12, seed=3, end=end, stream=lambda token: seen.append(token.tolist()))
+    stop = int((made[0, 5:] == end).nonzero()[0]) + 5
+    assert (made[0, stop:] == end).all()
+    assert torch.tensor(seen).T.tolist() == made[:, 5:].tolist()
+
+
+def test_frequencies_follow_the_probabilities():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(4000, 4)
+
+    def shares(**options):
+        drawn = Sampler(**options, generator=torch.Generator().manual_seed(0))(logits)
+        return (torch.bincount(drawn, minlength=4) / len(drawn)).tolist()
+
+    assert shares() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
+    assert shares(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
+    assert shares(top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
+    assert shares(top_k=3, top_p=0.4) == [1, 0, 0, 0]
+    assert shares(temperature=0.5) == pytest.approx([0.685, 0.247, 0.062, 0.007], abs=0.03)
+    assert shares(temperature=0) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": 0}, "top-k"),
+        ({"top_p": 0.0}, "top-p"),
+        ({"max_new": 0}, "at least 1"),
+        ({"ids": torch.tensor([[99]])}, "outside the model's vocabulary"),
+        ({"ids": torch.tensor([1])}, "shape"),
+        ({"ids": torch.tensor([[1, 2]]), "padding": torch.tensor([[True, False]])}, "on the left"),
+    ],
+)
+def test_bad_input(options, words):
+    with pytest.raises(InputError, match=words):
+        generate(small_model(), **{"ids": prompt(), "max_new": 3, **options})

@@ -1,0 +1,29 @@
+"""Settings of a comparison that runs in seconds: the toy worker, its couplings, little to train."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from qkflow.studies.variants import Parts, registered_parts
+
+WORKER = (sys.executable, str(Path(__file__).with_name("toy_worker.py")))
+COUPLINGS = ("euler", "drift", "uncoupled", "broken", "picky", "sleepy")
+
+
+def no_corpus(question: object) -> dict[str, Any]:
+    """The toy makes its own data."""
+    return {}
+
+
+TOY: dict[str, Any] = {
+    "worker": WORKER,
+    "parts": Parts({**registered_parts().names, "coupling": COUPLINGS}),
+    "prepare": no_corpus,
+    "tokens": 640,
+    "length": 8,
+    "batch": 4,
+    "lr": 0.3,
+    "controls": "none",
+}

@@ -1,0 +1,137 @@
+"""`qkflow train`, `eval`, `generate` and `probe`, as a user would type them."""
+
+import json
+
+import pytest
+import yaml
+
+from qkflow.cli import run
+from qkflow.errors import InputError
+from qkflow.training import worker
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder for one run, trained by the first test that needs it."""
+    return tmp_path_factory.mktemp("runs") / "run"
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command; its exit code and what it printed."""
+
+    def call(*arguments):
+        code = run([str(argument) for argument in arguments])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def model(trained, corpus, command):
+    if not trained.exists():
+        small = ["model.layers=1", "model.width=16", "model.heads=2", "train.eval_tokens=512"]
+        code, out = command(
+            "train", trained, "--data", corpus, "--tokenizer", "bpe:300", "--length", 16,
+            "--coupling", "drift", "--steps", 6, "--batch", 4,
+            *(word for text in small for word in ("--set", text)), "--json",
+        )  # fmt: skip
+        assert code == 0
+        assert json.loads(out)["status"] == "finished"
+    return trained
+
+
+def test_train_shows_a_finished_run_again(model, command):
+    assert yaml.safe_load((model / "config.yaml").read_text())["model"]["attention"] == {"coupling": "drift"}
+    code, out = command("train", model)
+    assert code == 0
+    assert "perplexity" in out
+    assert "bits per byte" in out
+
+
+def test_train_refuses_a_folder_of_something_else(model, command, tmp_path):
+    with pytest.raises(InputError, match=r"holds another run \(train\.lr is 0\.003, not 0\.5\)"):
+        command("train", model, "--lr", 0.5)
+    assert command("train", model, "--set", "train.keep=3")[0] == 0  # changes nothing that was learned
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(InputError, match="holds something else"):
+        command("train", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_train_from_a_config_with_flags_on_top(settings, command, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings(steps=2)))
+    code, out = command("train", tmp_path / "run", "--config", tmp_path / "run.yaml", "--steps", 3, "--json")
+    assert code == 0
+    assert json.loads(out)["steps"] == 3
+    (tmp_path / "bad.yaml").write_text("train: {stepz: 2}")
+    with pytest.raises(InputError, match=r"bad.yaml: unknown key of train 'stepz': did you mean 'steps'"):
+        command("train", tmp_path / "other", "--config", tmp_path / "bad.yaml")
+    with pytest.raises(InputError, match=r"section\.key=value"):
+        command("train", tmp_path / "other", "--set", "clip")
+    assert not (tmp_path / "other").exists()
+
+
+def test_eval_agrees_with_the_run(model, corpus, command):
+    _, out = command("eval", model, "--data", corpus, "--length", 16, "--tokens", 512, "--json")
+    found, result = json.loads(out), json.loads((model / "result.json").read_text())
+    assert found["loss"] == pytest.approx(result["loss"], rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
+    everything = json.loads(command("eval", model, "--data", corpus, "--split", "all", "--json")[1])
+    assert everything["tokens"] > found["tokens"]
+    assert "perplexity" in command("eval", model, "--data", corpus)[1]
+
+
+def test_generate(model, command):
+    asked = ("generate", model, "--prompt", "the sun", "--tokens", 12, "--seed", 1)
+    streamed = command(*asked)[1]
+    found = json.loads(command(*asked, "--json")[1])
+    assert streamed == found["texts"][0] + "\n"
+    assert streamed.startswith("the sun")
+    several = json.loads(command(*asked, "--samples", 3, "--json")[1])
+    assert len(several["texts"]) == 3
+
+
+def test_probe(model, corpus, command, tmp_path):
+    _, out = command("probe", model, "--text", "the sun sings", "--out", tmp_path / "maps.html", "--json")
+    (layer,) = json.loads(out)["layers"]
+    assert len(layer["entropy"]) == len(layer["step_size"]) == 2
+    assert (tmp_path / "maps.html").is_file()
+    assert "effective" in command("probe", model, "--data", corpus, "--windows", 2, "--length", 8)[1]
+    for wrong in ([], ["--text", "a", "--data", "b"]):
+        with pytest.raises(InputError, match="either --text or --data"):
+            command("probe", model, *wrong)
+    with pytest.raises(InputError, match=r"\.html or \.png"):
+        command("probe", model, "--text", "a", "--out", "maps.svg")
+
+
+@pytest.mark.parametrize("name", ["eval", "generate", "probe"])
+def test_what_is_not_a_model(name, command, tmp_path):
+    rest = ["--text", "a"] if name == "probe" else []
+    with pytest.raises(InputError, match="there is no model at"):
+        command(name, tmp_path / "nowhere", *rest)
+    with pytest.raises(InputError, match="holds no model"):
+        command(name, tmp_path, *rest)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="does not describe a qkflow model"):
+        command(name, tmp_path, *rest)
+
+
+def test_weights_of_another_shape_or_damaged(model, command, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(model / "model", tmp_path / "model")
+    described = json.loads((copy / "config.json").read_text())
+    described["model"]["width"] = 32
+    (copy / "config.json").write_text(json.dumps(described))
+    with pytest.raises(InputError, match="does not hold the weights of its config"):
+        command("generate", copy)
+    (copy / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(InputError, match="cannot be read"):
+        command("generate", copy)
+
+
+def test_the_exit_code_of_a_failed_run(settings, command, tmp_path):
+    wild = settings(lr=1e25, clip=0, warmup=0, schedule="constant")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(wild))
+    assert command("train", tmp_path / "run", "--config", tmp_path / "run.yaml")[0] == worker.FAILED
