@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qkflow.errors import InputError
+
 
 @contextmanager
 def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
@@ -36,6 +38,14 @@ def write_atomic(path: str | Path, content: bytes | str) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that the user named, with its parents."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written ({error.strerror}): give another folder") from None
 
 
 def fsync_folder(folder: str | Path) -> None:

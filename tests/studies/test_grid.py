@@ -11,9 +11,9 @@ import tyro
 
 from qkflow.commands.compare import compare as command
 from qkflow.errors import InputError
+from qkflow.plain import parse_count
 from qkflow.studies.compare import default_folder, read_question
 from qkflow.studies.grid import Question, build_grid, run_config
-from qkflow.training.config import parse_count
 
 ASK = Question(variants=("standard", "euler"), tokens=4096, length=64, batch=4)
 

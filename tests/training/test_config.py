@@ -2,7 +2,8 @@ import pytest
 import yaml
 
 from qkflow.errors import InputError
-from qkflow.training.config import RunConfig, TrainConfig, parse_count
+from qkflow.plain import parse_count
+from qkflow.training.config import RunConfig, TrainConfig
 
 
 def test_yaml_round_trip(settings):
@@ -30,13 +31,13 @@ def test_counts(text, number):
         ({"train": {"lerning_rate": 1}}, "unknown key of train 'lerning_rate'"),
         ({"train": {"schedul": "wsd"}}, "did you mean 'schedule'"),
         ({"train": {"schedule": "linear"}}, "unknown train.schedule 'linear'"),
-        ({"train": {"lr": "fast"}}, "train.lr must be float, not 'fast'"),
+        ({"train": {"lr": "fast"}}, "train.lr must be a number, not 'fast'"),
         ({"train": {"lr": -1}}, "train.lr must be above zero"),
-        ({"train": {"tokens": "a few"}}, "train.tokens must be int"),
+        ({"train": {"tokens": "a few"}}, "train.tokens must be a whole number"),
         ({"train": {"tokens": 5, "steps": 5}}, "not tokens and steps together"),
         ({"train": {"batch": 6, "accumulate": 4}}, "cannot be accumulated"),
         ({"train": {"writers": ["mlflow"]}}, "known: tensorboard, trackio, wandb"),
-        ({"train": {"seed": True}}, "train.seed must be int"),
+        ({"train": {"seed": True}}, "train.seed must be a whole number"),
         ({"data": {"corpos": "x"}}, "did you mean 'corpus'"),
         ({"model": {"layerz": 2}}, "did you mean 'layers'"),
         ({"model": {"attention": {"copling": "euler"}}}, "did you mean 'coupling'"),

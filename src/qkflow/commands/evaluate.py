@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
 
 from qkflow import console
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
+
+SPLITS = ("train", "validation", "test")
 
 
 def evaluate(
     model: Annotated[Path, tyro.conf.Positional],
     *,
     data: str | None = None,
-    split: Literal["train", "validation", "test", "all"] | None = None,
+    split: str | None = None,
     length: int | None = None,
     tokens: str | None = None,
     tasks: str | None = None,
@@ -46,7 +48,7 @@ def evaluate(
     Args:
         model: folder of a finished run; for tasks also a `transformers` folder or a name on the hub.
         data: corpus: a built-in name, a path or hf:owner/name:config (default: speeches).
-        split: which part of the corpus (default: validation).
+        split: which part of the corpus: train, validation, test or all (default: validation).
         length: tokens that the model sees at a time (default: 128).
         tokens: how many to predict at most, spread evenly, e.g. 100k (default: all).
         tasks: instead of a corpus: tasks the harness knows, or YAML files of your own, with commas between.
@@ -72,6 +74,8 @@ def evaluate(
     ):
         if value is not None and value < least:
             raise InputError(f"--{name} must be at least {least}, not {value}")
+    if split not in (None, *SPLITS, "all"):
+        raise unknown("split", split, (*SPLITS, "all"))
     from qkflow.training.parallel import find_device
     from qkflow.training.worker import prepare_process
 
@@ -104,13 +108,13 @@ def measure(
     """How well a model of ours predicts a split of a corpus."""
     from qkflow.data import EvalWindows, prepare
     from qkflow.measures.language import score
-    from qkflow.training.config import parse_count
+    from qkflow.plain import parse_count
     from qkflow.training.model_folder import load_model, tokenizer_spec
 
     limit = None if tokens is None else parse_count(tokens)
     decoder, _ = load_model(model, device=device)
     text = prepare(corpus, tokenizer_spec(model))
-    parts = ("train", "validation", "test") if split == "all" else (split,)
+    parts = SPLITS if split == "all" else (split,)
     found = np.concatenate([text.tokens(part) for part in parts])
     if not len(found):
         raise InputError(f"'{corpus}' has no text in its {split} split")

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
-from qkflow import console, files
+from qkflow import console
 from qkflow.errors import InputError
 from qkflow.training import Listener
-from qkflow.training.config import FREE, Parallel, Precision, RunConfig, Schedule
+from qkflow.training.config import FREE, Parallel, RunConfig
 
 
 def train(
@@ -32,11 +32,11 @@ def train(
     batch: int | None = None,
     accumulate: int | None = None,
     lr: float | None = None,
-    schedule: Schedule | None = None,
+    schedule: str | None = None,
     warmup: float | None = None,
     pace: float | None = None,
     seed: int | None = None,
-    precision: Precision | None = None,
+    precision: str | None = None,
     device: str | None = None,
     parallel: Parallel | None = None,
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
@@ -70,7 +70,7 @@ def train(
         batch: windows of one step, over all processes (default: 16).
         accumulate: parts that a batch is computed in, to save memory (default: 1).
         lr: learning rate (default: 3e-3).
-        schedule: how it falls (default: cosine).
+        schedule: how it falls: cosine, wsd or constant (default: cosine).
         warmup: share of the run, or number of steps, in which it rises (default: 0.02).
         pace: how many times as fast the query-key circuit learns (default: 1).
         seed: of the weights' start and the order of the data (default: 0).
@@ -93,10 +93,10 @@ def train(
         },
     }  # fmt: skip
     given = _merge(_merge(_read(config), _without_none(flags)), _assignments(set))
-    settle(folder, given)
+    settled = settle(folder, given)
     worker.prepare_process(threads)
     with _Shown(folder) as shown:
-        code = worker.work(folder, shown, parallel)
+        code = worker.work(folder, shown, parallel, settled)
     if code == worker.INTERRUPTED:
         console.err.print(f"qkflow train {folder}  goes on from there", highlight=False, soft_wrap=True)
     if code == worker.FINISHED and shown.leads:
@@ -104,18 +104,17 @@ def train(
     return code
 
 
-def settle(folder: Path, given: dict[str, Any]) -> None:
-    """Write the config of a new run, or make sure that what is asked for is what an old one does."""
+def settle(folder: Path, given: dict[str, Any]) -> RunConfig | None:
+    """The config of a new run, or of an old one with changes that are free; None to leave it as it is."""
     path = folder / "config.yaml"
     if not path.exists():
         config = RunConfig.from_dict(given)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(p.name[0] != "." for p in folder.iterdir())):
             raise InputError(f"{folder} holds something else: give a new or an empty folder")
-        files.write_atomic(path, config.to_yaml())
-        return
+        return config
     old = RunConfig.load(path)
     if not given:
-        return
+        return None
     new = RunConfig.from_dict(_merge(old.to_dict(), given))
     free = {f"train.{name} " for name in FREE}
     bound = [text for text in old.differences(new) if not any(text.startswith(name) for name in free)]
@@ -123,7 +122,7 @@ def settle(folder: Path, given: dict[str, Any]) -> None:
         raise InputError(
             f"{folder} holds another run ({bound[0]}): leave that out to go on, or give another folder"
         )
-    files.write_atomic(path, new.to_yaml())
+    return new
 
 
 def show_result(folder: Path, json: bool) -> None:
@@ -159,7 +158,8 @@ class _Shown(Listener):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._bar.live.is_started:  # rich ends even a bar that never began with an empty line
+            self._bar.stop()
 
     def begin(self, run: Any) -> None:
         self.leads = run.team.leads
@@ -202,7 +202,10 @@ def _assignments(texts: tuple[str, ...]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
             raise InputError(f"--set takes section.key=value, e.g. train.clip=0.5, not '{text}'")
-        nested: Any = yaml.safe_load(value)
+        try:
+            nested: Any = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"--set {key}: '{value}' cannot be read as YAML") from None
         for part in reversed(key.split(".")):
             nested = {part: nested}
         merged = _merge(merged, nested)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qkflow import files
+from qkflow.data.hub import require_network
 from qkflow.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer
 from qkflow.errors import InputError
 from qkflow.hub.adapters import load
@@ -105,7 +108,18 @@ def _special(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"eos_token_id": end, "pad_token_id": end}
 
 
+def _require(source: str) -> None:
+    """Say at once what is not there: the hub's own client would look for it for half a minute."""
+    if Path(source).is_dir():
+        return
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
+        raise InputError(f"there is no model at {source}: give the folder of one")
+    if not isinstance(try_to_load_from_cache(source, "config.json"), str):
+        require_network(f"'{source}', which is no folder here,", "the path of its folder")
+
+
 def _pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    _require(source)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False)
         words = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -128,7 +142,7 @@ def _whole_folder(out: Path) -> Iterator[Path]:
         raise InputError(f"'{out}' exists already: name a folder that does not")
     staging = out.with_name(f".{out.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    files.make_folder(staging)
     try:
         yield staging
         staging.rename(out)

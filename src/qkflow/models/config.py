@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from qkflow.errors import InputError, unknown
+from qkflow.plain import read
 from qkflow.timescale.config import SlowConfig
 
 FeedForward = Literal["swiglu", "gelu"]
@@ -67,7 +68,7 @@ class ModelConfig:
         return dataclasses.replace(
             self,
             layers=self.slow.layers,
-            attention=_from_dict(AttentionConfig, attention, "key of model.slow.attention"),
+            attention=read(AttentionConfig, attention, "model.slow.attention"),
             slow=None,
         )
 
@@ -77,19 +78,11 @@ class ModelConfig:
         values = dict(values)
         attention = values.pop("attention", {}) or {}
         if not isinstance(attention, AttentionConfig):
-            attention = _from_dict(AttentionConfig, attention, "key of model.attention")
+            attention = read(AttentionConfig, attention, "model.attention")
         slow = values.pop("slow", None)
         if slow is not None and not isinstance(slow, SlowConfig):
-            slow = _from_dict(SlowConfig, slow, "key of model.slow")
-        return _from_dict(cls, {**values, "attention": attention, "slow": slow}, "key of model")
+            slow = read(SlowConfig, slow, "model.slow")
+        return read(cls, {**values, "attention": attention, "slow": slow}, "model")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-
-def _from_dict(cls: type[Any], values: dict[str, Any], kind: str) -> Any:
-    known = {field.name for field in dataclasses.fields(cls)}
-    for key in values:
-        if key not in known:
-            raise unknown(kind, key, known)
-    return cls(**values)

@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from qkflow.data import prepare
+from qkflow.data import EvalWindows, TrainWindows, prepare
 from qkflow.errors import InputError, unknown
+from qkflow.plain import parse_count
 from qkflow.studies.analysis import RunData, analyse, best_rate, load_runs
 from qkflow.studies.engines import ENGINES, Engine
 from qkflow.studies.execution import Stopped, Watched, execute
@@ -34,7 +35,7 @@ from qkflow.studies.grid import (
     build_grid,
 )
 from qkflow.studies.variants import STANDARD, Parts
-from qkflow.training.config import parse_count
+from qkflow.training.parallel import find_device
 
 if TYPE_CHECKING:
     import pandas
@@ -114,14 +115,16 @@ def compare(
     folder = StudyFolder(Path(out) if out else default_folder(question))
     folder.check()
     _check_same(question, folder)
+    if engine == "local":
+        find_device(question.device)
     corpus = dict((prepare or prepare_corpus)(question))  # its errors come before anything is written
-    with folder.locked():
-        started = ENGINES[engine](worker, threads, question.device)
-        try:
+    started = ENGINES[engine](worker, threads, question.device)
+    try:
+        with folder.locked():
             _Study(grid, folder, started, jobs, corpus).run()
-        finally:
-            started.close()
-        return rebuild(folder.path)
+            return rebuild(folder.path)
+    finally:
+        started.close()
 
 
 def rebuild(folder: str | Path) -> Comparison:
@@ -138,7 +141,10 @@ def rebuild(folder: str | Path) -> Comparison:
 
 def prepare_corpus(question: Question) -> dict[str, Any]:
     """Tokenise once, before many workers need it; runs are told apart by the text, not by its name."""
-    return {"fingerprint": prepare(question.data, question.tokenizer).fingerprint}
+    tokens = prepare(question.data, question.tokenizer)
+    TrainWindows(tokens.tokens("train"), question.length, question.batch, seed=0)  # refuses too short a text
+    EvalWindows(tokens.tokens("validation"), question.length, question.batch)
+    return {"fingerprint": tokens.fingerprint}
 
 
 def read_question(data: str, settings: Mapping[str, Any]) -> Question:

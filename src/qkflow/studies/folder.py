@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from qkflow.errors import InputError
-from qkflow.files import write_atomic, write_json
+from qkflow.files import make_folder, write_atomic, write_json
 
 STUDY = "study.yaml"
 
@@ -136,7 +136,7 @@ class StudyFolder:
         """Hold the folder, made if need be, so that two comparisons never write into one."""
         from filelock import FileLock, Timeout
 
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         lock = FileLock(self.path / ".lock", timeout=0)
         try:
             lock.acquire()

@@ -9,10 +9,11 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from qkflow.attention import Start
 from qkflow.errors import InputError, unknown
+from qkflow.models.presets import PRESETS
 from qkflow.studies.statistics import SMALLEST_SAMPLE
 from qkflow.studies.variants import (
     STANDARD,
@@ -21,6 +22,7 @@ from qkflow.studies.variants import (
     parse_variants,
     registered_parts,
 )
+from qkflow.training.config import Schedule
 
 MATCHES = ("tokens", "time", "flops")
 TUNING_SEED = 10_000  # learning rates are chosen on a seed that takes no part in the comparison
@@ -272,9 +274,12 @@ def check(question: Question) -> None:
         raise InputError(f"--lr must be a positive number, got {q.lr:g}")
     if q.tune_lr and not (q.lr_factors and all(factor > 0 for factor in q.lr_factors)):
         raise InputError("--lr-factors must be positive numbers, e.g. 0.5,1,2")
-    if q.match not in MATCHES:
-        raise unknown("--match", q.match, MATCHES)
+    for name, known in (("match", MATCHES), ("preset", PRESETS), ("schedule", get_args(Schedule))):
+        if getattr(q, name) not in known:
+            raise unknown(f"--{name}", getattr(q, name), known)
     if not 0.5 <= q.confidence < 1:
         raise InputError(f"--confidence must lie between 0.5 and 1, got {q.confidence:g}")
+    if not q.variants:
+        raise InputError("no variant given; write e.g. --variants standard,euler")
     if not q.starts:
         raise InputError("no start given; write e.g. --starts gpt2,fan_in")

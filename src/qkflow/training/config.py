@@ -11,19 +11,17 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
-import types
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
 from qkflow.errors import InputError, unknown
 from qkflow.models.config import ModelConfig
 from qkflow.models.presets import preset
+from qkflow.plain import mapping, read
 
-Section = TypeVar("Section")
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]
 Parallel = Literal["none", "ddp", "fsdp"]
@@ -123,7 +121,7 @@ class RunConfig:
                 raise unknown("section of the config", str(key), ("model", "data", "train"))
         model, data, train = (values.get(name) or {} for name in ("model", "data", "train"))
         config = cls(
-            _mapping(model, "model"), _read(DataConfig, data, "data"), _read(TrainConfig, train, "train")
+            mapping(model, "model"), read(DataConfig, data, "data"), read(TrainConfig, train, "train")
         )
         config.model_config(vocabulary=2)  # an unknown key should be said now, not after preparing the data
         return config
@@ -179,59 +177,6 @@ class RunConfig:
         mine, theirs = (_flat({"model": c.model_config(2).to_dict(), "data": dataclasses.asdict(c.data),
                                "train": dataclasses.asdict(c.train)}) for c in (self, other))  # fmt: skip
         return [f"{key} is {mine[key]}, not {theirs[key]}" for key in mine if mine[key] != theirs[key]]
-
-
-def parse_count(text: str | int | float) -> int:
-    """Read a number of tokens: 50000, 200k, 1M, 1.5m, 3e6."""
-    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)([kmgb]?)", str(text).strip().lower())
-    if match is None:
-        raise InputError(f"'{text}' is not a number of tokens: write e.g. 200k, 1M or 50000")
-    scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
-    return round(float(match[1].replace("_", "")) * scale)
-
-
-def _mapping(values: Any, where: str) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise InputError(f"'{where}' must be a mapping of keys to values, not {values!r}")
-    return values
-
-
-def _read(cls: type[Section], values: Any, where: str) -> Section:
-    """A section from plain data: every key known, every value of its type."""
-    hints = get_type_hints(cls)
-    for key in _mapping(values, where):
-        if key not in hints:
-            raise unknown(f"key of {where}", str(key), hints)
-    return cls(**{key: _value(value, hints[key], f"{where}.{key}") for key, value in values.items()})
-
-
-def _value(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type `hint`. YAML reads 3e-3 and 1M as texts; here they become numbers."""
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
-        return None
-    for kind in kinds:
-        if get_origin(kind) is Literal and value in get_args(kind):
-            return value
-        if get_origin(kind) is dict and isinstance(value, dict):
-            return value
-        if get_origin(kind) is tuple and isinstance(value, list | tuple):
-            return tuple(_value(one, get_args(kind)[0], where) for one in value)
-        if kind in (str, bool) and isinstance(value, kind):
-            return value
-        if kind in (int, float) and not isinstance(value, bool):
-            try:
-                number = (
-                    float(value) if kind is float else value if isinstance(value, int) else parse_count(value)
-                )
-            except (ValueError, TypeError):
-                continue
-            return number
-    choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
-    if choices:
-        raise unknown(where, str(value), choices)
-    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds if kind is not type(None))
-    raise InputError(f"{where} must be {wanted}, not {value!r}")
 
 
 def _changed(section: Any) -> dict[str, Any]:

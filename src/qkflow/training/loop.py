@@ -30,7 +30,7 @@ from qkflow.models import Decoder
 from qkflow.models.accounting import flops_per_token, parameters_by_role
 from qkflow.training import environment, model_folder
 from qkflow.training.config import RunConfig
-from qkflow.training.metrics import Metrics
+from qkflow.training.metrics import Metrics, check_writers
 from qkflow.training.parallel import Team, join
 from qkflow.training.process import alone_in, stop_signals
 from qkflow.training.schedule import Budget, learning_rate, passes
@@ -54,19 +54,26 @@ class Listener:
     def note(self, text: str) -> None: ...
 
 
-def train(folder: Path, config: RunConfig, listener: Listener | None = None) -> dict[str, Any]:
+def train(
+    folder: Path, config: RunConfig, listener: Listener | None = None, *, record: RunConfig | None = None
+) -> dict[str, Any]:
     """Train what `config` says in `folder`, going on from its last checkpoint; the content of result.json.
 
+    `record` is written down as the folder's config, once it is clear that the run can be run: what is refused
+    leaves nothing behind.
     Raises StoppedError when stopped by a signal, and NonFiniteError when the loss is no longer a number.
     """
     listener = listener or Listener()
     with (
         join(config.train.parallel, config.train.device) as team,
-        alone_in(folder, team),
         stop_signals() as stop,
     ):
         data = _prepare(config, team)
-        return Run(folder, config, data, team, listener, stop).go()
+        run = Run(folder, config, data, team, listener, stop)
+        with alone_in(folder, team):
+            if record is not None and team.leads:
+                files.write_atomic(folder / CONFIG, record.to_yaml())
+            return run.go()
 
 
 def _prepare(config: RunConfig, team: Team) -> TokenSet:
@@ -85,7 +92,10 @@ def _prepare(config: RunConfig, team: Team) -> TokenSet:
 
 
 class Run:
-    """A run at work. `step` counts finished steps; `seconds` training time, earlier lives included."""
+    """A run at work. `step` counts finished steps; `seconds` training time, earlier lives included.
+
+    Making one refuses what cannot be run, and writes nothing.
+    """
 
     def __init__(
         self,
@@ -99,6 +109,7 @@ class Run:
         self.folder, self.config, self.data, self.team = folder, config, data, team
         self.listener, self.stop = listener, stop
         train, length = config.train, config.data.length
+        check_writers(train.writers)
         self.model_config = config.model_config(data.vocab_size)
         self.windows = TrainWindows(
             data.tokens("train"), length, train.batch, train.seed, rank=team.rank, world=team.world

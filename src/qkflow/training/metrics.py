@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,12 +92,21 @@ def scalars(row: Row) -> dict[str, float]:
     return found
 
 
+def check_writers(names: Iterable[str]) -> None:
+    """Every writer is called what its package is called."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise InputError(
+                f"the metrics writer '{name}' is not installed: pip install \"qkflow[{name}]\""
+            ) from None
+
+
 class TensorBoard:
     def __init__(self, folder: Path, config: Row) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise _missing("tensorboard") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, row: Row) -> None:
@@ -112,12 +123,7 @@ class _Tracker:
     name: str
 
     def __init__(self, folder: Path, config: Row) -> None:
-        import importlib
-
-        try:
-            self._module = importlib.import_module(self.name)
-        except ImportError:
-            raise _missing(self.name) from None
+        self._module = importlib.import_module(self.name)
         self._module.init(project="qkflow", name=folder.resolve().name, config=config)
 
     def write(self, row: Row) -> None:
@@ -133,10 +139,6 @@ class Trackio(_Tracker):
 
 class WandB(_Tracker):
     name = "wandb"
-
-
-def _missing(name: str) -> InputError:
-    return InputError(f"the metrics writer '{name}' is not installed: pip install \"qkflow[{name}]\"")
 
 
 COPIES: dict[str, type[TensorBoard | Trackio | WandB]] = {

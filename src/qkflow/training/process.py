@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from qkflow.errors import InputError
+from qkflow.files import make_folder
 from qkflow.training.parallel import Team
 
 
@@ -21,7 +22,7 @@ def alone_in(folder: Path, team: Team) -> Iterator[None]:
         return
     from filelock import FileLock, Timeout
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = FileLock(folder / ".worker.lock", timeout=0)
     try:
         lock.acquire()

@@ -31,18 +31,26 @@ class Notes(Listener):
         print(f"qkflow: {text}", file=sys.stderr, flush=True)
 
 
-def work(folder: Path, listener: Listener | None = None, parallel: Parallel | None = None) -> int:
-    """Run to the end of the run, or of what can be done; the exit code."""
+def work(
+    folder: Path,
+    listener: Listener | None = None,
+    parallel: Parallel | None = None,
+    record: RunConfig | None = None,
+) -> int:
+    """Run to the end of the run, or of what can be done; the exit code.
+
+    `record` is the config of a run that is new in the folder, or goes on with changes; it is written there.
+    """
     result = folder / RESULT
     if result.is_file():
         if json.loads(result.read_text()).get("status") == "finished":
             return FINISHED
         result.unlink()  # failed: tried again from the last good state
-    config = RunConfig.load(folder / CONFIG)
+    config = record or RunConfig.load(folder / CONFIG)
     if parallel is not None:
         config = replace(config, train=replace(config.train, parallel=parallel))
     try:
-        train(folder, config, listener or Notes())
+        train(folder, config, listener or Notes(), record=record)
     except StoppedError as stopped:
         print(f"qkflow: {stopped}: the same command goes on from there", file=sys.stderr)
         return INTERRUPTED
@@ -61,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--parallel", choices=get_args(Parallel), help="how the processes of torchrun share work"
     )
     given = parser.parse_args(arguments)
-    prepare_process(given.threads)
     try:
+        prepare_process(given.threads)
         return work(given.folder, parallel=given.parallel)
     except InputError as error:
         print(f"qkflow: {error}", file=sys.stderr)
@@ -83,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def prepare_process(threads: int | None) -> None:
     """Settings of the whole process."""
+    if threads is not None and threads < 1:
+        raise InputError(f"--threads must be at least 1, not {threads}")
     if threads is not None:
         torch.set_num_threads(threads)
     # Averages of gradients that have long been zero (rare tokens) fade into numbers too small for full speed.

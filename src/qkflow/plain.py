@@ -1,0 +1,71 @@
+"""Plain data, as YAML, JSON and flags give it, read into typed dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from qkflow.errors import InputError, unknown
+
+Section = TypeVar("Section")
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def read(cls: type[Section], values: Any, where: str) -> Section:
+    """A dataclass from plain data: every key known, every value of its type."""
+    hints = get_type_hints(cls)
+    for key in mapping(values, where):
+        if key not in hints:
+            raise unknown(f"key of {where}", str(key), hints)
+    return cls(**{key: _value(value, hints[key], f"{where}.{key}") for key, value in values.items()})
+
+
+def mapping(values: Any, where: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise InputError(f"'{where}' must be a mapping of keys to values, not {values!r}")
+    return values
+
+
+def parse_count(text: str | int | float) -> int:
+    """Read a number of tokens: 50000, 200k, 1M, 1.5m, 3e6."""
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)([kmgb]?)", str(text).strip().lower())
+    wrong = InputError(f"'{text}' is not a number of tokens: write e.g. 200k, 1M or 50000")
+    if match is None:
+        raise wrong
+    scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
+    number = float(match[1].replace("_", "")) * scale
+    if abs(number - round(number)) > 1e-9 * number:  # 1.1M is whole but for rounding
+        raise wrong
+    return round(number)
+
+
+def _value(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type `hint`. YAML reads 3e-3 and 1M as texts; here they become numbers."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if get_origin(kind) is dict and isinstance(value, dict):
+            return value
+        if get_origin(kind) in (tuple, list) and isinstance(value, list | tuple):
+            return get_origin(kind)(_value(one, get_args(kind)[0], where) for one in value)
+        if dataclasses.is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
+            return value
+        if kind in (str, bool) and isinstance(value, kind):
+            return value
+        if kind in (int, float) and not isinstance(value, bool):
+            try:
+                return (
+                    float(value) if kind is float else value if isinstance(value, int) else parse_count(value)
+                )
+            except (ValueError, TypeError):
+                continue
+    choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
+    if choices:
+        raise unknown(where, str(value), choices)
+    wanted = " or ".join(WORDS.get(kind, str(kind)) for kind in kinds if kind is not type(None))
+    raise InputError(f"{where} must be {wanted}, not {value!r}")
