@@ -77,7 +77,9 @@ def run(arguments: Sequence[str]) -> int:
     module, function, _ = COMMANDS[name]
     import tyro
 
-    command = getattr(importlib.import_module(f"qkflow.commands.{module}"), function)
+    from qkflow.helptext import described
+
+    command = described(getattr(importlib.import_module(f"qkflow.commands.{module}"), function))
     outcome = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
     return outcome if isinstance(outcome, int) else 0
 

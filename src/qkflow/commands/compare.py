@@ -41,10 +41,11 @@ def compare(
     of final validation losses, each side at its best start, with an interval and a verdict in words.
     The same command goes on where an interrupted one stopped; more seeds or variants may be added later.
 
-    $ qkflow compare
-    $ qkflow compare --data my.txt --variants standard,euler,leapfrog:n=7 --seeds 5 --tokens 1M --out study
-    $ qkflow compare --data speeches --minutes 10 --tune-lr
-    $ qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
+    examples:
+      qkflow compare
+      qkflow compare --data my.txt --variants standard,euler,leapfrog:n=7 --seeds 5 --tokens 1M --out study
+      qkflow compare --data speeches --minutes 10 --tune-lr
+      qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
 
     Args:
         data: The corpus: a built-in name, a path, or hf:NAME.
@@ -52,15 +53,15 @@ def compare(
         controls: What stands beside the variants to explain a gain; `none` for nothing.
         starts: The starts every variant and the standard model run from, e.g. gpt2,fan_in,mimetic.
         seeds: How many paired seeds; a verdict needs at least 3.
-        preset: The size of the model.
+        preset: The size of the model: tiny, small, 60m, 150m, 350m or 455m.
         tokens: Training tokens of a run, e.g. 200k or 1M (200k unless --minutes is given).
         minutes: Instead of --tokens: about how long the whole comparison may take.
         out: The study's folder (default: runs/DATA-PRESET-BUDGET).
-        tokenizer: How text becomes tokens.
+        tokenizer: How text becomes tokens: bytes, bpe:SIZE, a path or hf:NAME.
         length: Tokens in a window.
         batch: Windows in a step.
         lr: The learning rate (with --tune-lr the middle of the grid).
-        schedule: How the learning rate goes over a run.
+        schedule: How the learning rate goes over a run: cosine, wsd or constant.
         tune_lr: Give every variant from every start the same small learning-rate search.
         lr_factors: The grid of that search, as factors of --lr.
         match: What runs have in common: tokens, time or flops.

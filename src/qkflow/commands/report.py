@@ -12,8 +12,9 @@ def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
 
     Nothing is trained. It may be run while the comparison is still going, to see how things stand.
 
-    $ qkflow report runs/speeches-tiny-200000
-    $ qkflow report study --json
+    examples:
+      qkflow report runs/speeches-tiny-200000
+      qkflow report study --json
 
     Args:
         folder: The folder `qkflow compare` wrote.

@@ -1,0 +1,50 @@
+"""How the options of a command read in its `--help`: as a person would write them down.
+
+What `None` stands for is said in an option's description, so `(default: None)` is left out; positional arguments
+are called by their names; lists are shown as they are typed, with commas.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+
+@cache  # annotations are changed in place, once
+def described(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, its annotations telling tyro how to show them."""
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        shown = tyro.conf.arg(
+            metavar=_metavar(name, hints[name], parameter.default),
+            help_behavior_hint=_default(parameter.default),
+        )
+        command.__annotations__[name] = Annotated[hints[name], shown]
+    return command
+
+
+def _metavar(name: str, hint: Any, default: Any) -> str | None:
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if default is inspect.Parameter.empty:
+        return name.upper()
+    if get_origin(kind) is tuple:
+        return "KEY=VALUE" if name == "set" else "A,B,..."
+    if get_origin(kind) not in (Union, types.UnionType):
+        return None
+    inner = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(inner) is Literal:
+        return "{" + ",".join(map(str, get_args(inner))) + "}"
+    return None if inner is bool else str(inner.__name__).upper()
+
+
+def _default(default: Any) -> str | Callable[[str], str] | None:
+    if default is None or default == () or isinstance(default, bool):
+        return ""
+    if isinstance(default, tuple):
+        return lambda label: f"(default: {label.replace(' ', ',')})"
+    return None
