@@ -1,7 +1,7 @@
 """How the options of a command read in its `--help`: as a person would write them down.
 
-What `None` stands for is said in an option's description, so `(default: None)` is left out; positional arguments
-are called by their names; lists are shown as they are typed, with commas.
+What `None` stands for is said in an option's description, so `(default: None)` is left out; positional
+arguments are called by their names; lists are shown as they are typed, with commas.
 """
 
 from __future__ import annotations

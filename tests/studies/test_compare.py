@@ -99,6 +99,8 @@ def test_learning_rates_are_tuned_on_a_seed_apart(tmp_path: Path) -> None:
         assert row["at_edge"]
     seeds = {(run.phase, run.seed) for run in found.runs}
     assert seeds == {("tune", TUNING_SEED), ("compare", 0)}
+    kept = {run.phase for run in found.runs if (found.folder / "runs" / run.id / "model").exists()}
+    assert kept == {"compare"}  # weights that only served to choose a rate are let go of
     assert {row["lr"] for row in found.rows} == {0.3}
 
 

@@ -106,6 +106,21 @@ def test_killed_it_leaves_a_worker_that_is_waited_for(tmp_path: Path, undisturbe
     assert [row["loss"] for row in answer.rows] == undisturbed
 
 
+def test_killed_with_its_workers_it_goes_on_from_their_last_checkpoints(
+    tmp_path: Path, undisturbed: list[Any]
+) -> None:
+    folder = tmp_path / "s"
+    with started(folder) as process:
+        (run,) = slow_runs(folder)
+        process.kill()
+        os.kill(int((run / "starts.txt").read_text().split()[0]), signal.SIGKILL)
+    assert not (run / "result.json").exists()
+    answer = compare("toy", out=folder, **{**TOY, **ASK})
+    first, second = came_from(run)
+    assert first == 0 < second
+    assert [row["loss"] for row in answer.rows] == undisturbed
+
+
 def test_a_busy_run_is_not_started_twice(tmp_path: Path) -> None:
     engine = LocalEngine((sys.executable, "-c", "import time; time.sleep(30)"))
     first = engine.start(tmp_path, 0)

@@ -126,6 +126,7 @@ class Worker:
         return 0
 
     def finish(self, loss: float) -> None:
+        write_json(self.folder / "model" / "weights.json", self.W.tolist())
         write_json(
             self.folder / "result.json",
             {

@@ -316,7 +316,9 @@ def affordable_steps(minutes: float, runs: int, jobs: int, cost: Cost) -> int:
 
 
 def _settled(watched: list[Watched]) -> list[Watched]:
-    """What later phases rest on must not be half there."""
+    """What later phases rest on must not be half there; of the runs only their numbers are wanted."""
     if any(one.state == "interrupted" for one in watched):
         raise Stopped
+    for one in watched:
+        one.folder.drop_model()
     return watched

@@ -4,7 +4,8 @@ FOLDER/study.yaml                       the question, the contestants, the plann
 FOLDER/runs/<run-id>/config.yaml        written before the run
                     /metrics.jsonl      appended by the worker; of two rows of one step the later counts
                     /result.json        written at the end: there = the run is over
-                    /checkpoints/  log.txt
+                    /checkpoints/       while it goes; a finished run has none
+                    /model/             the trained model, of runs that are compared; log.txt
 FOLDER/report.html  summary.json  summary.csv  curves.csv
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +60,10 @@ class RunFolder:
         """A run that failed is tried again, from its last good checkpoint."""
         if not self.finished:
             (self.path / "result.json").unlink(missing_ok=True)
+
+    def drop_model(self) -> None:
+        """Let go of weights that nobody will look at: of runs that only measured or tuned."""
+        shutil.rmtree(self.path / "model", ignore_errors=True)
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
         """The rows of metrics.jsonl by kind, in order of steps, each step once."""
