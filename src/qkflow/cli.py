@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
     "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
     "report": ("report", "report", "build a comparison's outputs anew from its folder"),
+    "reproduce": ("reproduce", "reproduce", "a paper's own question: fast-slow, coupling"),
     "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
     "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
     "pace synthetic": (
