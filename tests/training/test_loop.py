@@ -235,4 +235,4 @@ def test_rows_go_to_tensorboard_too(run_folder):
 def test_a_writer_that_is_not_installed(run_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert worker.main([str(run_folder(writers=["wandb"]))]) == worker.BAD_INPUT
-    assert "pip install 'qkflow[wandb]'" in capsys.readouterr().err
+    assert 'pip install "qkflow[wandb]"' in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """The world of `transformers`: attach couplings to its models, and take ours there.
 
 Importing this registers our architecture with the Auto classes. Attaching needs torch alone; everything
-else needs `pip install 'qkflow[hub]'`.
+else needs `pip install "qkflow[hub]"`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HEAVY:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     if find_spec("transformers") is None:
-        raise InputError(f"hub.{name} needs transformers: pip install 'qkflow[hub]'")
+        extra = "eval" if name == "evaluate" else "hub"
+        raise InputError(f'hub.{name} needs transformers: pip install "qkflow[{extra}]"')
     return getattr(import_module(f"qkflow.hub.{_HEAVY[name]}"), name)
 
 

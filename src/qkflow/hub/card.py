@@ -25,7 +25,7 @@ def model_card(model: Decoder, form: str) -> str:
         "start": f"`{shape.start}`",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    extra = ["import qkflow.hub  # pip install 'qkflow[hub]'; registers the architecture"]
+    extra = ['import qkflow.hub  # pip install "qkflow[hub]"; registers the architecture']
     code = [
         *(extra if form == "qkflow" else []),
         "from transformers import pipeline",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,19 +46,24 @@ def evaluate(
         raise InputError("a model in memory needs its tokenizer: evaluate(model, tasks, tokenizer=…)")
     manager, names = _find_tasks(harness, tasks, include)
     wrapped = harness.HFLM(pretrained=model.to(device), tokenizer=tokenizer, batch_size=batch)
-    found = harness.simple_evaluate(
-        model=wrapped,
-        tasks=names,
-        task_manager=manager,
-        num_fewshot=shots,
-        limit=limit,
-        log_samples=False,
-        bootstrap_iters=1000,
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
-    )
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    try:
+        found = harness.simple_evaluate(
+            model=wrapped,
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=shots,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=1000,
+            **dict.fromkeys(seeds, seed),
+        )
+    except OSError as error:  # the questions are not where the task says
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"the questions of {', '.join(tasks)} cannot be read ({reason}): without a network, pass a task "
+            "file of your own whose dataset_path is a local copy"
+        ) from error
     return {task: _measures(values) for task, values in found["results"].items()}
 
 
@@ -67,12 +73,15 @@ def _harness() -> Any:
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise InputError(f"tasks need the evaluation harness ({error}): pip install 'qkflow[eval]'") from None
+        raise InputError(f'tasks need the evaluation harness ({error}): pip install "qkflow[eval]"') from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default it takes
     return SimpleNamespace(simple_evaluate=simple_evaluate, HFLM=HFLM, TaskManager=TaskManager)
 
 
 def _find_tasks(harness: Any, tasks: Sequence[str], include: str | Path | None) -> tuple[Any, list[str]]:
     """A task manager that knows all of `tasks`, and what it calls them."""
+    if include is not None and not Path(include).is_dir():
+        raise InputError(f"there is no folder '{include}' to look for tasks in")
     folder = None if include is None else str(include)
     # the harness comes with thousands of tasks, so they are read only if one is not among our own
     for with_defaults in (False, True):

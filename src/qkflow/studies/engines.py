@@ -137,7 +137,7 @@ class RayEngine:
         try:
             import ray
         except ImportError:
-            raise InputError("--engine ray needs Ray: pip install 'qkflow[ray]'") from None
+            raise InputError('--engine ray needs Ray: pip install "qkflow[ray]"') from None
         self.ray: Any = ray
         self._mine = not ray.is_initialized()
         if self._mine:

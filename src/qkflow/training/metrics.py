@@ -136,7 +136,7 @@ class WandB(_Tracker):
 
 
 def _missing(name: str) -> InputError:
-    return InputError(f"the metrics writer '{name}' is not installed: pip install 'qkflow[{name}]'")
+    return InputError(f"the metrics writer '{name}' is not installed: pip install \"qkflow[{name}]\"")
 
 
 COPIES: dict[str, type[TensorBoard | Trackio | WandB]] = {

@@ -54,7 +54,10 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple
     folder = find(Path(path))
     described = _read_json(folder / CONFIG)
     if described.get("format") != FORMAT:
-        raise InputError(f"{folder / CONFIG} does not describe a qkflow model")
+        raise InputError(
+            f"{folder / CONFIG} does not describe a qkflow model: `qkflow import {folder} OUT` makes one of a "
+            "transformers folder"
+        )
     config = ModelConfig.from_dict(described["model"])
     model = Decoder(config, device="meta").to_empty(device=device)
     _fill(model, folder / WEIGHTS, device)

@@ -142,7 +142,7 @@ def hub_rows(source: str, default: str, split: str, config: str | None = None) -
         from datasets import load_dataset
     except ImportError:
         raise InputError(
-            "reading from the hub needs the datasets package: pip install 'qkflow[data]'"
+            'reading from the hub needs the datasets package: pip install "qkflow[data]"'
         ) from None
     identifier = source.removeprefix("hf").removeprefix(":") or default
     try:
