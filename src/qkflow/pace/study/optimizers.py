@@ -70,7 +70,7 @@ def base_rate(lr: float, step: int, steps: int) -> float:
 
 def descend(optimizer: Optimizer, loss: torch.Tensor, lr: float, step: int, steps: int, clip: float) -> None:
     """One step; a loss that is no number ends the run."""
-    if not math.isfinite(float(loss)):
+    if not math.isfinite(float(loss.detach())):
         raise FloatingPointError(f"the loss is not a number at step {step}: the learning rate is too high")
     optimizer.zero_grad()
     loss.backward()

@@ -65,7 +65,7 @@ def _train(
     for step, items in zip(range(steps), batches(data.train, batch, train["seed"]), strict=False):
         loss = reader.loss(items)
         descend(optimizer, loss, train["lr"], step, steps, recipe.clip)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         done = step + 1
         row: dict[str, Any] = {"step": done, "tokens": done * batch * length}
         if done % look_every == 0 or done == steps:
