@@ -26,6 +26,7 @@ def study(
     width: int | None = None,
     heads: int | None = None,
     examples: int | None = None,
+    window: int = 200,
     test: int = 1000,
     measured: int | None = None,
     confidence: float = 0.95,
@@ -62,6 +63,7 @@ def study(
         width: of the model; the feed-forward is four times as wide.
         heads: of the model.
         examples: most training texts.
+        window: of SQuAD, the characters of context kept either side of an answer.
         test: most test texts.
         measured: most test texts whose attention is measured.
         confidence: the level of intervals and verdicts.
@@ -75,7 +77,7 @@ def study(
     chosen = tuple(part.strip() for part in ratios.split(",") if part.strip()) if ratios else None
     settings = Settings(
         task, data, as_published, seeds, chosen, lr, optimizer, steps, epochs, batch, layers, width, heads,
-        examples, test, measured, confidence,
+        examples, window, test, measured, confidence,
     )  # fmt: skip
     try:
         answer = run_study(settings, out, jobs)

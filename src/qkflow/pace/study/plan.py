@@ -51,6 +51,7 @@ class Settings:
     width: int | None = None
     heads: int | None = None
     examples: int | None = None
+    window: int = 200
     test: int = 1000
     measured: int | None = None
     confidence: float = 0.95
@@ -78,7 +79,18 @@ class Settings:
         """Refuse what cannot be answered, before anything is read or written."""
         if self.steps is not None and self.epochs is not None:
             raise InputError("give --steps or --epochs, not both")
-        for name in ("seeds", "steps", "batch", "layers", "width", "heads", "examples", "test", "measured"):
+        for name in (
+            "seeds",
+            "steps",
+            "batch",
+            "layers",
+            "width",
+            "heads",
+            "examples",
+            "window",
+            "test",
+            "measured",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name} must be at least 1, not {value}")
@@ -124,9 +136,7 @@ def run_study(settings: Settings, out: Path | None = None, jobs: int | None = No
     folder.check()
     chosen = settings.recipe()
     _check_same(settings, folder)
-    data = texts.prepare(
-        settings.task, settings.source, chosen, settings.as_published, settings.examples, settings.test
-    )
+    data = texts.prepare(settings.task, settings.source, chosen, texts.Wanted.of(settings))
     steps = settings.steps or max(1, round(chosen.epochs * len(data.train) / chosen.batch))
     for ratio in chosen.ratios:
         ratio_schedule(ratio, steps)

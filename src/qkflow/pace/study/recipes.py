@@ -67,7 +67,7 @@ _SQUAD = Recipe(
     longest=256,
     threshold=0.1,
     ratios=("1", "3", "10"),
-    measured=150,
+    measured=100,
     ks=(5.0, 20.0),
 )
 RECIPES: dict[str, Recipe] = {name: Recipe() for name in TASKS} | {

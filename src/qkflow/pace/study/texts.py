@@ -100,11 +100,23 @@ def load(path: Path) -> TaskData:
     return TaskData(**values)
 
 
-def prepare(
-    task: str, source: str, recipe: Recipe, as_published: bool, examples: int | None, test: int
-) -> TaskData:
+@dataclass(frozen=True)
+class Wanted:
+    """Which texts, and how many of them."""
+
+    as_published: bool = False
+    examples: int | None = None  # most training texts
+    test: int = 1000  # most test texts
+    window: int = 200  # of SQuAD: characters of context either side of an answer
+
+    @classmethod
+    def of(cls, settings: Any) -> Wanted:
+        return cls(settings.as_published, settings.examples, settings.test, settings.window)
+
+
+def prepare(task: str, source: str, recipe: Recipe, wanted: Wanted) -> TaskData:
     """Read a task, hold texts out where it has no test split, and encode it."""
-    training, testing, notes = _split(task, source, as_published, examples, test)
+    training, testing, notes = _split(task, source, wanted)
     kept, held = (
         _labelled(each, notes, where) for each, where in ((training, "training"), (testing, "test"))
     )
@@ -133,16 +145,14 @@ def prepare(
     )
 
 
-def _split(
-    task: str, source: str, as_published: bool, examples: int | None, test: int
-) -> tuple[list[Example], list[Example], Counter[str]]:
+def _split(task: str, source: str, wanted: Wanted) -> tuple[list[Example], list[Example], Counter[str]]:
     """Training and test examples, and what their loaders had to say."""
     notes: Counter[str] = Counter()
     if task == "agreement":
-        limit = (examples or 10_000) + test if source == "generate" else None
-        loaded = [tasks.load(task, source, as_published=as_published, limit=limit)]
+        limit = (wanted.examples or 10_000) + wanted.test if source == "generate" else None
+        loaded = [tasks.load(task, source, as_published=wanted.as_published, limit=limit)]
     elif task == "squad":
-        loaded = _both(task, source, window=200, shifted=not as_published, relocate=True)
+        loaded = _both(task, source, window=wanted.window, shifted=not wanted.as_published, relocate=True)
     else:
         loaded = _both(task, source)
     for part in loaded:
@@ -151,9 +161,9 @@ def _split(
         training, testing = loaded[0].examples, loaded[1].examples
         random.Random(_SPLIT_SEED).shuffle(testing)
     else:
-        training, testing = _hold_out(loaded[0].examples, keep_order=task == "squad", most=test)
+        training, testing = _hold_out(loaded[0].examples, keep_order=task == "squad", most=wanted.test)
     random.Random(_SPLIT_SEED).shuffle(training)
-    return training[:examples], testing[:test], notes
+    return training[: wanted.examples], testing[: wanted.test], notes
 
 
 def _both(task: str, source: str, **options: Any) -> list[Loaded]:
