@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "attention trained on the controlled task, next to the published figure",
     ),
     "pace groups": ("pace_groups", "groups", "which parameters count as the query-key circuit"),
+    "pace study": ("pace_study", "study", "does faster query-key learning sharpen attention on a real task?"),
     "export": ("hub", "export", "write a trained model as a transformers folder"),
     "import": ("hub", "import_model", "write a transformers model as a folder qkflow reads"),
 }
