@@ -20,6 +20,7 @@ from qkflow.attention.registry import Registry, Spec
 from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError
 
+LARGEST_AT_REST = 2**22  # weights; above, a second copy of them costs more than small operations do
 Where = dict[str, Any]  # device and dtype, as every torch factory takes them
 
 
@@ -52,7 +53,7 @@ class Coupling(nn.Module):
 
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Project tokens x (B, T, width) and couple them; overridden where the two together are cheaper."""
-        if self._may_rest(x) and qk.plain:
+        if self._may_rest(x) and qk.plain and qk.q.weight.numel() <= LARGEST_AT_REST:
             kept: _Kept | None = self.__dict__.get("_kept")
             if kept is None or not kept.holds():
                 kept = _Kept(self.at_rest(qk), (self, qk))
