@@ -19,15 +19,15 @@ W2' = [Δ_h·W2_h / R] side by side.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.couplings.at_rest import AtRest, latent_at_rest
-from qkflow.attention.couplings.base import Coupling, StepSize
+from qkflow.attention.couplings.base import Coupling, StepSize, check_steps
 from qkflow.attention.couplings.fused import add_low_rank, couple
 from qkflow.attention.couplings.trajectory import Activation, Rule, Scheme, walk
 from qkflow.attention.heads import Heads
@@ -67,14 +67,26 @@ class Weights:
         return replace(self, **cast)
 
 
+class Network(Protocol):
+    """What a force is made of."""
+
+    hidden: int
+
+    def count(self) -> int:
+        """The number of its parameters."""
+        ...
+
+
 class LatentCoupling(Coupling):
     """What euler and leapfrog share: a force, a step size, and the trajectory in latent space."""
 
     scheme: Scheme
-    steps: int
-    folded: bool  # q arrives as q + nΔk: the drift sits in the projection
-    step: StepSize
-    network: nn.Module
+    network: Network
+
+    def __init__(self, heads: Heads, steps: int, step: StepSize) -> None:
+        super().__init__(heads)
+        self.steps, self.step = check_steps(steps), step
+        self.folded = False  # whether q arrives as q + nΔk: the drift sits in the projection
 
     def force(self) -> Force:
         raise NotImplementedError
@@ -91,7 +103,7 @@ class LatentCoupling(Coupling):
         k, and neither is kept for the backward pass. In training that pays while one latent is needed.
         """
         few = x.shape[0] * x.shape[1] < qk.q.out_features
-        if self._may_rest(x) or self.folded or self._needs_key_latent() or few or not qk.plain:
+        if self.folded or self._needs_key_latent() or few or not qk.plain or self._may_rest(x):
             return super().from_input(x, qk)
         weights = self.weights()
         weight, bias = qk.drifted(weights.total)
@@ -101,6 +113,19 @@ class LatentCoupling(Coupling):
         u, _ = self._latents(latent if entry_bias is None else latent + entry_bias, weights)
         path = walk(weights.rule, u, None, weights.mix, weights.pull)  # one step: A stays zero, mix unused
         return self._add_bias(q, add_low_rank(qk.keys(x), path.beta, weights.exit_k), weights)
+
+    def fold(self) -> Tensor | None:
+        if self.folded:
+            return None
+        self.folded = True
+        self.__dict__.pop("_kept", None)
+        return self.steps * self.step.per_head().detach()
+
+    def extra_parameters(self) -> int:
+        return self.network.count() + self.step.count()
+
+    def extra_flops(self) -> int:
+        return trajectory_flops(self.heads, self.network.hidden, self.steps, self.scheme)
 
     def at_rest(self, qk: FactorisedQK) -> AtRest:
         return latent_at_rest(self, qk)
