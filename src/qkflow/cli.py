@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
     "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
     "report": ("report", "report", "build a comparison's outputs anew from its folder"),
+    "reproduce": ("reproduce", "reproduce", "a paper's own question: fast-slow, coupling"),
     "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
     "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
     "pace synthetic": (
@@ -35,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "attention trained on the controlled task, next to the published figure",
     ),
     "pace groups": ("pace_groups", "groups", "which parameters count as the query-key circuit"),
+    "pace study": ("pace_study", "study", "does faster query-key learning sharpen attention on a real task?"),
     "export": ("hub", "export", "write a trained model as a transformers folder"),
     "import": ("hub", "import_model", "write a transformers model as a folder qkflow reads"),
 }

@@ -33,6 +33,11 @@ class FactorisedQK(nn.Module):
         q = self.q(x).unflatten(-1, (self.heads.queries, self.heads.size))
         return q, self.keys(context)
 
+    @property
+    def plain(self) -> bool:
+        """Whether projecting is no more than a product with the weights: nothing stands in their place."""
+        return type(self.q) is nn.Linear and type(self.k) is nn.Linear
+
     def keys(self, x: Tensor) -> Tensor:
         keys: Tensor = self.k(x)
         return keys.unflatten(-1, (self.heads.keys, self.heads.size))

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qkflow.by_hand import ByHand
 from qkflow.errors import InputError, unknown
 
 Rotation = tuple[Tensor, Tensor]  # cos, sin: (T, 1, D/2) or (B, T, 1, D/2)
@@ -84,7 +85,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     if torch.compiler.is_compiling():
         return rotate_reference(x, rotation)
-    out: Tensor = _Rotate.apply(x, cos, sin)
+    out: Tensor = _Rotate.call(x, cos, sin)
     return out
 
 
@@ -94,13 +95,17 @@ def rotate_reference(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(ByHand):
     """Two passes over memory instead of six, and nothing of x kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _turn(x, cos, sin)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -17,9 +17,17 @@ def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
       qkflow report study --json
 
     Args:
-        folder: The folder `qkflow compare` wrote.
+        folder: The folder `qkflow compare` or `qkflow pace study` wrote.
         json: Print the summary as JSON, and nothing else, on stdout.
     """
+    from qkflow.pace.study.plan import is_pace_study
+    from qkflow.studies.folder import StudyFolder
+
+    if is_pace_study(StudyFolder(folder).load()):
+        from qkflow.commands import pace_study
+        from qkflow.pace.study import rebuild as rebuild_pace
+
+        return pace_study.show(rebuild_pace(folder), json)
     from qkflow.commands.compare import show
     from qkflow.studies import rebuild
 

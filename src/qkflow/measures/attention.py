@@ -56,7 +56,7 @@ def probe(model: Decoder, ids: Tensor, *, keep_weights: bool = False) -> list[La
     training = model.training
     model.eval()
     try:
-        with _captured(model.blocks) as inputs:  # a slow path's layers have tokens of another kind
+        with captured(model.blocks) as inputs:  # a slow path's layers have tokens of another kind
             model.forward(ids)  # not model(…): what is compiled calls no hooks
         return [_measure(layer, x, keep_weights) for layer, x in inputs.items()]
     finally:
@@ -75,7 +75,7 @@ def summary(layers: list[LayerProbe]) -> dict[str, list[float]]:
 
 
 @contextmanager
-def _captured(model: nn.Module) -> Iterator[dict[Attention, Tensor]]:
+def captured(model: nn.Module) -> Iterator[dict[Attention, Tensor]]:
     """The input of every attention layer, filled in as the model runs."""
     inputs: dict[Attention, Tensor] = {}
 

@@ -120,11 +120,25 @@ class Decoder(nn.Module):
         """Hidden states (B, T, width) of token ids (B, T), after the last norm; see `logits`."""
         if ids.dim() != 2:
             raise InputError(f"a decoder takes token ids of shape (batch, tokens), not {tuple(ids.shape)}")
-        x = self.embedding(ids)
+        return self.from_embeddings(
+            self.embedding(ids), positions=positions, padding=padding, documents=documents, caches=caches
+        )
+
+    def from_embeddings(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        caches: list[KVCache | SlowCache] | None = None,
+    ) -> Tensor:
+        """The same from token embeddings (B, T, width), for those who ask what a token's embedding does."""
+        length = x.shape[1]
         past = caches[0].length if caches else 0
         first: Attention = self.blocks[0].attention  # type: ignore[assignment]
         rotation = first.rotation_for(x, positions, documents, past)
-        mask = first.mask_for(ids.shape[1], past + ids.shape[1], padding, documents, ids.device)
+        mask = first.mask_for(length, past + length, padding, documents, x.device)
         if self.slow is not None:
             heard = self.slow(x, padding=padding, documents=documents, cache=caches[-1] if caches else None)
         for layer, block in enumerate(self.blocks):

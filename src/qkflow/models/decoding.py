@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qkflow.attention import Attention, KVCache
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
+from qkflow.attention.couplings.at_rest import AtRest
 from qkflow.attention.masks import Mask
 from qkflow.attention.rotary import Rotation, rotate_reference
 from qkflow.models.decoder import Block, Decoder
@@ -76,8 +77,10 @@ class _Layer:
     """A block with its weights laid out for one token."""
 
     attention: Attention
+    at_rest: AtRest | None
     norm: Tensor
     qkv: Tensor
+    bias: Tensor | None
     o: Tensor
     feed_forward_norm: Tensor
     into: Tensor  # gate above up, or up alone
@@ -91,12 +94,15 @@ class _Layer:
         qk, ov = attention.qk, attention.ov
         assert isinstance(qk, FactorisedQK)
         assert isinstance(ov, FactorisedOV)
-        qkv = torch.cat([qk.q.weight, qk.k.weight, ov.v.weight])
+        at_rest = attention.coupling.at_rest(qk) if qk.plain else None
+        queries_and_keys = [qk.q.weight, qk.k.weight] if at_rest is None else [at_rest.projection]
         into = ff.up.weight if ff.gate is None else torch.cat([ff.gate.weight, ff.up.weight])
         return cls(
             attention,
+            at_rest,
             block.attention_norm.weight,
-            _for_products(qkv),
+            _for_products(torch.cat([*queries_and_keys, ov.v.weight])),
+            None if at_rest is None else at_rest.bias,
             _for_products(ov.o.weight),
             block.feed_forward_norm.weight,
             _for_products(into),
@@ -118,25 +124,37 @@ class _Layer:
     def _attend(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
         attention, heads = self.attention, self.attention.heads
         x = (x * self.norm).mul_(_scale(x, self.eps))
-        qkv = torch.mv(self.qkv, x)
-        sizes = (heads.queries * heads.size, heads.keys * heads.size, heads.values * heads.value_size)
-        q, k, v = qkv.split(sizes)
-        q, k = attention.coupling(
-            q.view(1, 1, heads.queries, heads.size), k.view(1, 1, heads.keys, heads.size)
-        )
+        last = heads.values * heads.value_size
+        wide = torch.mv(self.qkv, x)
+        q, k = self._couple(wide[:-last])
+        v = wide[-last:].view(1, 1, heads.values, heads.value_size)
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = attention.q_norm(q), attention.k_norm(k)
         if rotation is not None:
             q, k = rotate_reference(torch.cat([q, k], dim=2), rotation).split(
                 (heads.queries, heads.keys), dim=2
             )
-        keys, values = cache.append(k, v.view(1, 1, heads.values, heads.value_size))
+        keys, values = cache.append(k, v)
         length = keys.shape[1]
         mask = Mask() if attention.window is None else attention.mask_for(1, length, device=x.device)
         x = x.view(1, 1, -1)
         out = attention.scoring(q, keys, values, mask=mask, scale=attention.scale, dropout=0.0, x=x)
         gathered: Tensor = out.reshape(-1)
         return gathered
+
+    def _couple(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """(1, 1, H, D) and (1, 1, G, D) from what the projection yields."""
+        heads = self.attention.heads
+        if self.at_rest is not None:
+            if self.bias is not None:
+                projected += self.bias
+            q, k = self.at_rest.finish(projected[None])
+            return q[None], k[None]
+        q, k = projected.split((heads.queries * heads.size, heads.keys * heads.size))
+        coupled: tuple[Tensor, Tensor] = self.attention.coupling(
+            q.view(1, 1, heads.queries, heads.size), k.view(1, 1, heads.keys, heads.size)
+        )
+        return coupled
 
 
 def _scale(x: Tensor, eps: float) -> float:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from qkflow.by_hand import ByHand
+
 
 class RMSNorm(nn.RMSNorm):
     """x / √(mean(x²) + ε) ⊙ w over the last dimension."""
@@ -25,24 +27,28 @@ class RMSNorm(nn.RMSNorm):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     exact = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
     if exact and x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling():
-        out: Tensor = _RMSNorm.apply(x, weight, eps)
+        out: Tensor = _RMSNorm.call(x, weight, eps)[0]
         return out
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(ByHand):
     """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w) − x·r³·⟨g⊙w, x⟩/D and dw = Σ r·(g⊙x)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         size = x.shape[-1]
         r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, r)
-        return torch.mul(x, r).mul_(weight)
+        return torch.mul(x, r).mul_(weight), r
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs[:2], output[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
         size = x.shape[-1]
         product = (grad * x).reshape(-1, size)
@@ -56,15 +62,18 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) ⊙ up, keeping only the two inputs: silu is cheaper to repeat than to store."""
     if torch.compiler.is_compiling():
         return F.silu(gate) * up
-    out: Tensor = _SwiGLU.apply(gate, up)
+    out: Tensor = _SwiGLU.call(gate, up)
     return out
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(ByHand):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     @once_differentiable

@@ -26,6 +26,22 @@ PROBES = {
     "attention_entropy": "Attention entropy, nats",
     "sink_mass": "Share of attention on the first token",
     "spectral_gap": "Spectral gap of attention",
+    "effective_rank": "Effective rank of attention",
+    "max_logit": "Largest attention score",
+    "qk_scale": "Query-key scale ‖W_QK‖",
+    "ov_scale": "Output-value scale ‖W_OV‖",
+    "qk_largest": "Largest singular value of W_QK",
+    "ov_largest": "Largest singular value of W_OV",
+    "qk_rank": "Stable rank of W_QK",
+    "ov_rank": "Stable rank of W_OV",
+    "effective_pace": "Effective pace (‖ΔQK‖/‖QK‖)/(‖ΔOV‖/‖OV‖)",
+    "qk_change": "Change of QK between looks ‖ΔQK‖/‖QK‖",
+    "ov_change": "Change of OV between looks ‖ΔOV‖/‖OV‖",
+    "ov_balance": "Balance ‖W_OᵀW_O − W_VW_Vᵀ‖",
+    "slow_gate": "Gate |g|",
+    "slow_share": "Slow share ‖g⊙ũ‖/‖x‖",
+    "slow_grad_norm": "Slow gradient norm",
+    "slow_grad_share": "Slow share of the gradient norm",
 }
 
 Figure = dict[str, Any]
@@ -72,7 +88,7 @@ def same_start(summary: dict[str, Any]) -> Figure | None:
 
 
 def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int) -> Figure:
-    layout = _layout("perplexity, % (left is better)")
+    layout = base_layout("perplexity, % (left is better)")
     layout["xaxis"] |= {"zeroline": True, "ticksuffix": "%"}
     layout["yaxis"] |= {
         "tickmode": "array",
@@ -147,7 +163,7 @@ def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> 
             drawn.add(start["cell"])
             best = start["cell"] == row["cell"]
             name = f"{row['variant']} from {start['start']}"
-            traces += _band_and_line(curve, name, style[row["variant"]], best)
+            traces += band_and_line(curve, name, style[row["variant"]], best)
             late += [point[1] for point in curve if best and point[0] >= 0.2 * curve[-1][0]]
     if not traces:
         return None
@@ -155,7 +171,7 @@ def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> 
         "tokens": "training tokens",
         "seconds": "training seconds, at a run’s median pace",
     }[axis]
-    layout = _layout(unit) | {"height": 380}
+    layout = base_layout(unit) | {"height": 380}
     if late:
         room = 0.06 * (max(late) - min(late)) + 1e-3
         layout["yaxis"]["range"] = [min(late) - room, max(late) + room]  # a double click shows all
@@ -174,10 +190,10 @@ def gaps(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
         curves = [_gap(run.curve(), base[run.seed]) for run in ours if base.get(run.seed) and run.curve()]
         if curves:
             points = _mean_and_range(curves)
-            traces += _band_and_line(points, row["variant"], style[row["variant"]], True, "%{y:+.2f}%")
+            traces += band_and_line(points, row["variant"], style[row["variant"]], True, "%{y:+.2f}%")
     if not traces:
         return None
-    layout = _layout("training tokens") | {"height": 340}
+    layout = base_layout("training tokens") | {"height": 340}
     layout["yaxis"] |= {"zeroline": True, "ticksuffix": "%"}
     return {"data": traces, "layout": layout}
 
@@ -212,7 +228,7 @@ def _mean_evals(runs: Sequence[RunData], axis: str) -> list[tuple[float, float, 
     return _mean_and_range(curves) if curves else []
 
 
-def _band_and_line(
+def band_and_line(
     points: list[tuple[float, float, float, float]],
     name: str,
     style: dict[str, str],
@@ -260,7 +276,7 @@ def probes(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Figure
     order = [name for name in PROBES if name in found] + sorted(found.keys() - PROBES.keys())
     figures = {}
     for name in order:
-        figures[name] = {"data": found[name], "layout": _layout("training tokens") | {"height": 290}}
+        figures[name] = {"data": found[name], "layout": base_layout("training tokens") | {"height": 290}}
     return figures
 
 
@@ -309,7 +325,7 @@ def _probe_traces(
     return traces
 
 
-def _layout(x: str) -> dict[str, Any]:
+def base_layout(x: str) -> dict[str, Any]:
     """What is plotted stands above a figure, as text of the page; so does the legend."""
     axis = {"automargin": True, "zeroline": False, "ticks": "outside", "ticklen": 4}
     return {

@@ -10,6 +10,8 @@ from qkflow.report import figures
 from qkflow.report.tables import all_rows, interval, number
 
 if TYPE_CHECKING:
+    from jinja2 import Template
+
     from qkflow.studies.analysis import RunData
 
 _BADGES = {
@@ -23,25 +25,10 @@ _BADGES = {
 
 def render(summary: dict[str, Any], runs: Sequence[RunData]) -> str:
     """The whole page as text. Everything users may have written is escaped by the template engine."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    environment = Environment(
-        loader=PackageLoader("qkflow.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": number,
-        "interval": interval,
-        "count": count,
-        "bytes": size_in_bytes,
-        "plain": plain,
-    }
     drawn = _figures(summary, runs)
-    return environment.get_template("report.html").render(
+    return template("report.html").render(
         summary=summary,
         question=summary["question"],
         rows=all_rows(summary),
@@ -57,6 +44,27 @@ def render(summary: dict[str, Any], runs: Sequence[RunData]) -> str:
         figures_json=json_for_script(drawn),
         plotly_js=get_plotlyjs(),
     )
+
+
+def template(name: str) -> Template:
+    """One of the pages in `templates`, ready to be filled in."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("qkflow.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": number,
+        "interval": interval,
+        "count": count,
+        "bytes": size_in_bytes,
+        "plain": plain,
+    }
+    return environment.get_template(name)
 
 
 def _figures(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, figures.Figure]:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings.at_rest import AtRest, affine_at_rest
 from qkflow.attention.couplings.base import (
     Coupling,
     HeadNetworks,
@@ -74,14 +76,14 @@ class Affine(Coupling):
         return self._split(self.from_key(repeat_keys(k, self.heads.group)))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self._at_rest():
-            to_key, to_query = self._remembered(self._conditioners, self.from_query, self.from_key)
-        else:
-            to_key, to_query = self._conditioners()
+        to_key, to_query = self._conditioners()
         for _ in range(self.steps):
             k = to_key(q, k, self.bound)
             q = to_query(k, q, self.bound)
         return q, k
+
+    def at_rest(self, qk: FactorisedQK) -> AtRest:
+        return affine_at_rest(self, qk)
 
     def _conditioners(self) -> tuple[_Conditioner, _Conditioner]:
         group = self.heads.group

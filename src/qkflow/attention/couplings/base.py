@@ -7,19 +7,20 @@ Grouped heads: every query of a group takes the group's key, the key takes the g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings.at_rest import AtRest
 from qkflow.attention.heads import Heads
 from qkflow.attention.registry import Registry, Spec
 from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError
 
-Made = TypeVar("Made")
+LARGEST_AT_REST = 2**22  # weights; above, a second copy of them costs more than small operations do
 Where = dict[str, Any]  # device and dtype, as every torch factory takes them
 
 
@@ -52,10 +53,21 @@ class Coupling(nn.Module):
 
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Project tokens x (B, T, width) and couple them; overridden where the two together are cheaper."""
+        if self._may_rest(x) and qk.plain and qk.q.weight.numel() <= LARGEST_AT_REST:
+            kept: _Kept | None = self.__dict__.get("_kept")
+            if kept is None or not kept.holds():
+                kept = _Kept(self.at_rest(qk), (self, qk))
+                self.__dict__["_kept"] = kept  # beside the module's state: never saved
+            if kept.made is not None:
+                return kept.made(x)
         out: tuple[Tensor, Tensor] = self(*qk(x, x))
         return out
 
-    def _at_rest(self) -> bool:
+    def at_rest(self, qk: FactorisedQK) -> AtRest | None:
+        """Projection and coupling prepared for inference, from the parameters as they are; None: as ever."""
+        return None
+
+    def _may_rest(self, x: Tensor) -> bool:
         """Whether products of weights may be kept: in inference, where nothing is being trained.
 
         PyTorch's fused optimizers change parameters without a trace, so whatever may belong to training
@@ -64,23 +76,11 @@ class Coupling(nn.Module):
         if torch.is_grad_enabled() or self.training:
             self.__dict__.pop("_kept", None)
             return False
-        return not torch.compiler.is_compiling()
+        return not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
 
     def train(self, mode: bool = True) -> Self:
         self.__dict__.pop("_kept", None)
         return super().train(mode)
-
-    def _remembered(self, make: Callable[[], Made], *sources: nn.Module) -> Made:
-        """What `make` gives, made anew only when a parameter of `sources` changed; `_at_rest` alone."""
-        owned = (t for m in sources for t in (*m._parameters.values(), *m._buffers.values()))
-        tensors = [tensor for tensor in owned if tensor is not None]
-        state = [(id(t), t._version, t.data_ptr()) for t in tensors]
-        kept: tuple[list[tuple[int, int, int]], list[Tensor], Made] | None = self.__dict__.get("_kept")
-        if kept is None or kept[0] != state:
-            # the tensors are held too, so that none of their ids is given to another
-            kept = (state, tensors, make())
-            self.__dict__["_kept"] = kept  # beside the module's state: never saved
-        return kept[2]
 
     @property
     def symplectic(self) -> bool:
@@ -101,6 +101,32 @@ class Coupling(nn.Module):
         The caller puts the amounts (H,), if there are any, into the projections.
         """
         return None
+
+
+class _Kept:
+    """What was made of the parameters of some modules, and whether they are still the same."""
+
+    def __init__(self, made: AtRest | None, sources: Iterable[nn.Module]) -> None:
+        self.made = made
+        modules = [module for source in sources for module in source.modules()]
+        self.parts = [(m._modules, name, part) for m in modules for name, part in m._modules.items()]
+        self.tensors = [
+            (owner, name, tensor, tensor._version, tensor.data_ptr())
+            for module in modules
+            for owner in (module._parameters, module._buffers)
+            for name, tensor in owner.items()
+            if tensor is not None
+        ]
+
+    def holds(self) -> bool:
+        for owner, name, part in self.parts:
+            if owner.get(name) is not part:
+                return False
+        for tensors, name, tensor, version, pointer in self.tensors:
+            same = tensors.get(name) is tensor
+            if not same or tensor._version != version or tensor.data_ptr() != pointer:
+                return False
+        return True
 
 
 class StepSize(nn.Module):

@@ -55,8 +55,9 @@ class Drift(Coupling):
         return add_drift(q, k, self.steps * self.step.per_head()), k
 
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
-        if x.shape[0] * x.shape[1] < qk.q.out_features:
-            return super().from_input(x, qk)  # too few tokens to pay for a sum of weights
+        few = x.shape[0] * x.shape[1] < qk.q.out_features
+        if self._may_rest(x) or few or not qk.plain:
+            return super().from_input(x, qk)  # few tokens do not pay for a sum of weights
         weight, bias = qk.drifted(self.steps * self.step.per_head())
         q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
         return q, qk.keys(x)

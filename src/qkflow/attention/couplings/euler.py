@@ -8,12 +8,11 @@ from qkflow.attention.couplings.base import (
     HeadNetworks,
     StepSize,
     Where,
-    check_steps,
     group_mean,
     register,
     repeat_keys,
 )
-from qkflow.attention.couplings.latent import Force, LatentCoupling, trajectory_flops
+from qkflow.attention.couplings.latent import Force, LatentCoupling
 from qkflow.attention.heads import Heads
 
 
@@ -43,10 +42,7 @@ class Euler(LatentCoupling):
         shared: bool = False,
         bias: bool = False,
     ) -> None:
-        super().__init__(heads)
-        self.steps = check_steps(steps)
-        self.folded = False
-        self.step = StepSize(heads.queries, step, learn_step, step_per, where)
+        super().__init__(heads, steps, StepSize(heads.queries, step, learn_step, step_per, where))
         self.network: HeadNetworks = HeadNetworks(
             heads.queries, heads.size, hidden, where, shared=shared, bias=bias
         )
@@ -61,19 +57,6 @@ class Euler(LatentCoupling):
         for _ in range(self.steps):
             q, k = q + delta * repeat_keys(k, group), k + group_mean(delta * self.network(q), group)
         return q, k
-
-    def extra_parameters(self) -> int:
-        return self.network.count() + self.step.count()
-
-    def extra_flops(self) -> int:
-        return trajectory_flops(self.heads, self.network.hidden, self.steps, "euler")
-
-    def fold(self) -> Tensor | None:
-        if self.folded:
-            return None
-        self.folded = True
-        self.__dict__.pop("_kept", None)
-        return self.steps * self.step.per_head().detach()
 
 
 def network_force(network: HeadNetworks) -> Force:

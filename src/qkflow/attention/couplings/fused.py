@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qkflow.attention.couplings.base import add_drift
 from qkflow.attention.couplings.trajectory import Rule, adjoint, walk
+from qkflow.by_hand import ByHand
 
 if TYPE_CHECKING:
     from qkflow.attention.couplings.latent import Weights
@@ -36,7 +37,7 @@ def couple(q: Tensor, k: Tensor, weights: Weights, folded: bool) -> tuple[Tensor
             area = path.area.repeat_interleave(q.shape[2] // k.shape[2], dim=0)
             q_out = add_low_rank(q_out, area, w.exit_q)
         return q_out, add_low_rank(k, path.beta, w.exit_k)
-    out: tuple[Tensor, Tensor] = _Couple.apply(
+    out: tuple[Tensor, Tensor] = _Couple.call(
         q, k, w.total, w.w1, w.rows, w.mix, w.exit_k, w.exit_q, w.b1, w.pull, w.rule, folded
     )
     return out
@@ -47,14 +48,8 @@ def add_low_rank(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
     coefficients, rows = coefficients.to(base.dtype), rows.to(base.dtype)
     if torch.compiler.is_compiling():
         return base + _plain_product(coefficients, rows, base)
-    out: Tensor = _AddLowRank.apply(base, coefficients, rows)
+    out: Tensor = _AddLowRank.call(base, coefficients, rows)
     return out
-
-
-def add_low_rank_(base: Tensor, coefficients: Tensor, rows: Tensor) -> None:
-    """The same in place, without gradients; base may be a slice of a wider product."""
-    heads = base.view(-1, *base.shape[2:]).transpose(0, 1)  # a view for sure: a copy would be lost
-    heads.baddbmm_(coefficients.transpose(1, 2).to(base.dtype), rows.to(base.dtype))
 
 
 def enter(x: Tensor, w1: Tensor) -> Tensor:
@@ -62,7 +57,7 @@ def enter(x: Tensor, w1: Tensor) -> Tensor:
     w1 = w1.to(x.dtype)
     if torch.compiler.is_compiling():
         return torch.bmm(w1, _by_head(x).transpose(1, 2))
-    out: Tensor = _Enter.apply(x, w1)
+    out: Tensor = _Enter.call(x, w1)
     return out
 
 
@@ -76,7 +71,7 @@ def scale_and_shift(x: Tensor, latent: Tensor, scale: Tensor, shift: Tensor, bou
         stretch = torch.exp(bound * torch.tanh(_plain_product(latent, scale, x)))
         return x * stretch + _plain_product(latent, shift, x)
     # tanh(s) = 2·sigmoid(2s) − 1 takes a third of the time; the 2 goes into the small matrix
-    out: Tensor = _ScaleAndShift.apply(x, latent, 2 * scale, shift, bound)[0]
+    out: Tensor = _ScaleAndShift.call(x, latent, 2 * scale, shift, bound)[0]
     return out
 
 
@@ -107,7 +102,7 @@ def _product(latent: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(ByHand):
     generate_vmap_rule = True
 
     @staticmethod
@@ -124,7 +119,7 @@ class _Enter(torch.autograd.Function):
         return _product(grads[0], w1, x), torch.bmm(grads[0], _by_head(x))
 
 
-class _ScaleAndShift(torch.autograd.Function):
+class _ScaleAndShift(ByHand):
     generate_vmap_rule = True
 
     @staticmethod
@@ -155,7 +150,7 @@ class _ScaleAndShift(torch.autograd.Function):
         return to_x, to_latent, factor * torch.bmm(latent, scale_rows), torch.bmm(latent, shift_rows), None
 
 
-class _AddLowRank(torch.autograd.Function):
+class _AddLowRank(ByHand):
     generate_vmap_rule = True
 
     @staticmethod
@@ -187,7 +182,7 @@ def _entries(
     return (u if b1 is None else u + b1), w
 
 
-class _Couple(torch.autograd.Function):
+class _Couple(ByHand):
     generate_vmap_rule = True
 
     @staticmethod

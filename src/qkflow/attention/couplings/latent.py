@@ -19,15 +19,16 @@ W2' = [Δ_h·W2_h / R] side by side.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from qkflow.attention.circuits import FactorisedQK
-from qkflow.attention.couplings.base import Coupling, StepSize
-from qkflow.attention.couplings.fused import add_low_rank, add_low_rank_, couple
+from qkflow.attention.couplings.at_rest import AtRest, latent_at_rest
+from qkflow.attention.couplings.base import Coupling, StepSize, check_steps
+from qkflow.attention.couplings.fused import add_low_rank, couple
 from qkflow.attention.couplings.trajectory import Activation, Rule, Scheme, walk
 from qkflow.attention.heads import Heads
 
@@ -57,8 +58,6 @@ class Weights:
     b1: Tensor | None  # (G, ρ, 1)
     bias: Tensor | None  # what b2 adds to a key per kick (G, D)
     pull: Tensor | None  # what that does to u per drift (G, ρ, 1)
-    projection: Tensor | None = None  # rows of W_Q + nΔ·W_K, then of the latents (inference only)
-    projection_bias: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Weights:
         """The same in another precision."""
@@ -68,20 +67,32 @@ class Weights:
         return replace(self, **cast)
 
 
+class Network(Protocol):
+    """What a force is made of."""
+
+    hidden: int
+
+    def count(self) -> int:
+        """The number of its parameters."""
+        ...
+
+
 class LatentCoupling(Coupling):
     """What euler and leapfrog share: a force, a step size, and the trajectory in latent space."""
 
     scheme: Scheme
-    steps: int
-    folded: bool  # q arrives as q + nΔk: the drift sits in the projection
-    step: StepSize
-    network: nn.Module
+    network: Network
+
+    def __init__(self, heads: Heads, steps: int, step: StepSize) -> None:
+        super().__init__(heads)
+        self.steps, self.step = check_steps(steps), step
+        self.folded = False  # whether q arrives as q + nΔk: the drift sits in the projection
 
     def force(self) -> Force:
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        weights = self._weights()
+        weights = self.weights()
         q, k = couple(q, k, weights, self.folded)
         return self._add_bias(q, k, weights)
 
@@ -91,12 +102,10 @@ class LatentCoupling(Coupling):
         q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
         k, and neither is kept for the backward pass. In training that pays while one latent is needed.
         """
-        if self._at_rest():
-            return self._infer(x, qk)
         few = x.shape[0] * x.shape[1] < qk.q.out_features
-        if self.folded or self._needs_key_latent() or few:
-            return self(*qk(x, x))
-        weights = self._weights()
+        if self.folded or self._needs_key_latent() or few or not qk.plain or self._may_rest(x):
+            return super().from_input(x, qk)
+        weights = self.weights()
         weight, bias = qk.drifted(weights.total)
         q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
         entry, entry_bias = self._entry(qk, weights, qk.q.weight, qk.q.bias)
@@ -104,6 +113,22 @@ class LatentCoupling(Coupling):
         u, _ = self._latents(latent if entry_bias is None else latent + entry_bias, weights)
         path = walk(weights.rule, u, None, weights.mix, weights.pull)  # one step: A stays zero, mix unused
         return self._add_bias(q, add_low_rank(qk.keys(x), path.beta, weights.exit_k), weights)
+
+    def fold(self) -> Tensor | None:
+        if self.folded:
+            return None
+        self.folded = True
+        self.__dict__.pop("_kept", None)
+        return self.steps * self.step.per_head().detach()
+
+    def extra_parameters(self) -> int:
+        return self.network.count() + self.step.count()
+
+    def extra_flops(self) -> int:
+        return trajectory_flops(self.heads, self.network.hidden, self.steps, self.scheme)
+
+    def at_rest(self, qk: FactorisedQK) -> AtRest:
+        return latent_at_rest(self, qk)
 
     def _latents(self, rows: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
         """u and, where it is needed, the drift Δ·w, each (G, ρ, N), from the rows (…, N) of `_entry`."""
@@ -136,7 +161,7 @@ class LatentCoupling(Coupling):
         biases = [(w1 @ b.view(len(w1), heads.size, 1)).flatten(0, 1) for w1, _, b in parts if b is not None]
         return torch.cat(rows), torch.cat(biases) if biases else None
 
-    def _weights(self) -> Weights:
+    def weights(self) -> Weights:
         heads, force, delta = self.heads, self.force(), self.step.per_head()
         keys, group, hidden = heads.keys, heads.group, force.w1.shape[1]
         w1 = force.w1.reshape(keys, group * hidden, heads.size)
@@ -159,35 +184,6 @@ class LatentCoupling(Coupling):
             bias=bias,
             pull=pull,
         )
-
-    def _infer(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
-        """Without gradients the weights' products are made once; one product yields q, k and the latents."""
-        heads = self.heads
-        weights = self._remembered(lambda: self._with_projection(qk), self.step, self.network, qk.q, qk.k)
-        assert weights.projection is not None
-        wide = F.linear(x, weights.projection, weights.projection_bias)
-        weights = weights.to(wide.dtype)
-        after_q = heads.queries * heads.size
-        after_k = after_q + heads.keys * heads.size
-        q = wide[..., :after_q].unflatten(-1, (heads.queries, heads.size))
-        k = wide[..., after_q:after_k].unflatten(-1, (heads.keys, heads.size))
-        u, drift = self._latents(wide[..., after_k:].flatten(0, 1).t(), weights)
-        path = walk(weights.rule, u, drift, weights.mix, weights.pull)
-        add_low_rank_(k, path.beta, weights.exit_k)
-        if path.area is not None:
-            add_low_rank_(q, path.area.repeat_interleave(heads.group, dim=0), weights.exit_q)
-        return self._add_bias(q, k, weights)
-
-    def _with_projection(self, qk: FactorisedQK) -> Weights:
-        """Rows that yield q + nΔ·k, then k, then the latents of the q and k before any drift."""
-        plain, q, k = self._weights(), qk.q, qk.k
-        there, back = qk.drifted(plain.total), qk.drifted(-plain.total)
-        drifted, before = ((q.weight, q.bias), back) if self.folded else (there, (q.weight, q.bias))
-        entry, entry_bias = self._entry(qk, plain, *before)
-        bias = None
-        if q.bias is not None and drifted[1] is not None and entry_bias is not None:
-            bias = torch.cat((drifted[1], k.bias, entry_bias.flatten()))
-        return replace(plain, projection=torch.cat((drifted[0], k.weight, entry)), projection_bias=bias)
 
 
 def trajectory_flops(heads: Heads, hidden: int, steps: int, scheme: Scheme) -> int:

@@ -9,13 +9,12 @@ from qkflow.attention.couplings.base import (
     HeadNetworks,
     StepSize,
     Where,
-    check_steps,
     group_mean,
     register,
     repeat_keys,
 )
 from qkflow.attention.couplings.euler import network_force
-from qkflow.attention.couplings.latent import Force, LatentCoupling, trajectory_flops
+from qkflow.attention.couplings.latent import Force, LatentCoupling
 from qkflow.attention.heads import Heads
 from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError
@@ -52,11 +51,8 @@ class Leapfrog(LatentCoupling):
         bias: bool = False,
         conservative: bool = False,
     ) -> None:
-        super().__init__(heads)
-        self.steps = check_steps(steps)
+        super().__init__(heads, steps, StepSize(heads.queries, step, learn_step, step_per, where))
         self.conservative = conservative
-        self.folded = False
-        self.step = StepSize(heads.queries, step, learn_step, step_per, where)
         self.network: HeadNetworks | HeadPotentials
         if conservative:
             self.network = HeadPotentials(heads.queries, heads.size, hidden, where, shared=shared, bias=bias)
@@ -98,19 +94,6 @@ class Leapfrog(LatentCoupling):
         if not isinstance(self.network, HeadPotentials):
             raise InputError("only a conservative leapfrog has an energy: build it with conservative=true")
         return 0.5 * repeat_keys(k, self.heads.group).square().sum(-1) + self.network.potential(q)
-
-    def extra_parameters(self) -> int:
-        return self.network.count() + self.step.count()
-
-    def extra_flops(self) -> int:
-        return trajectory_flops(self.heads, self.network.hidden, self.steps, "leapfrog")
-
-    def fold(self) -> Tensor | None:
-        if self.folded:
-            return None
-        self.folded = True
-        self.__dict__.pop("_kept", None)
-        return self.steps * self.step.per_head().detach()
 
 
 class HeadPotentials(nn.Module):

@@ -39,6 +39,21 @@ class Rule:
     def kick(self, u: Tensor) -> Tensor:
         return F.silu(u) if self.activation == "silu" else torch.sigmoid(u)
 
+    def kick_(self, u: Tensor) -> Tensor:
+        """The same in place."""
+        return F.silu(u, inplace=True) if self.activation == "silu" else u.sigmoid_()
+
+    def kicks(self) -> list[float]:
+        """The share in the final β of the kick at each place."""
+        if self.scheme == "euler":
+            return [1.0] * self.steps
+        return [0.5, *[1.0] * (self.steps - 1), 0.5]
+
+    def areas(self, step: int) -> list[float]:
+        """The share in A after `step` drifts of the kick at each place; the later ones have none."""
+        lag = 0 if self.scheme == "leapfrog" else 1  # euler drifts with what was kicked a step before
+        return [max(0, step - lag - place) * share for place, share in enumerate(self.kicks())]
+
     def slope(self, grad: Tensor, u: Tensor) -> Tensor:
         """grad · σ'(u)."""
         if self.activation == "silu":

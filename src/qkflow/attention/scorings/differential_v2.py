@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from qkflow.attention.heads import Heads
 from qkflow.attention.masks import Mask
+from qkflow.attention.scorings import paired
 from qkflow.attention.scorings.base import Scoring, Where, fused, gather, register, weights
 from qkflow.attention.starts import Draw
 
@@ -34,8 +35,11 @@ class DifferentialV2(Scoring):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor
     ) -> Tensor:
+        strength = torch.sigmoid(self.strength(x))
+        if paired.suits(q, k, mask, dropout):
+            return paired.difference(q, k, v, strength, scale)
         first, second = fused(q, k, v, mask, scale, dropout).unflatten(2, (-1, 2)).unbind(3)
-        return first - torch.sigmoid(self.strength(x)).unsqueeze(-1) * second
+        return first - strength.unsqueeze(-1) * second
 
     def reference(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, x: Tensor

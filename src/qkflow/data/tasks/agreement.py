@@ -15,13 +15,14 @@ from qkflow.data.tasks.agreement_grammar import generate
 from qkflow.data.tasks.examples import Example, Loaded, find_file, join_words, read_tsv
 from qkflow.errors import InputError
 
+LINZEN = "agr_50_mostcommon_10K.tsv"
 _NUMBERS = {"VBZ": "SG", "VBP": "PL"}
 _NEEDED = ("orig_sentence", "verb_pos", "subj_index", "verb_index")
 
 
 def load(source: str | Path, as_published: bool = False, limit: int | None = None, seed: int = 0) -> Loaded:
-    """Sentences of a TSV file in either layout, or, as source `generate`, 10,000 (or `limit`) made by a
-    grammar.
+    """Sentences of a TSV file in either layout, or of a folder of them; as source `generate`, 10,000 (or
+    `limit`) made by a grammar.
 
     From Linzen's file: the text ends before the verb, and the rationale is the subject. `as_published`
     follows Vashisht & Ramaswamy (ICML 2026) instead: the whole sentence, verb included, which gives the
@@ -29,24 +30,32 @@ def load(source: str | Path, as_published: bool = False, limit: int | None = Non
     """
     if str(source) == "generate":
         return Loaded(generate(10_000 if limit is None else limit, seed, whole=as_published))
-    path = find_file(Path(source), ("agr_50_mostcommon_10K.tsv",), "agreement file")
-    _, first = next(read_tsv(path), ("", []))
     notes: Counter[str] = Counter()
-    if set(_NEEDED) <= set(first):
-        found = _linzen(path, first, as_published, notes)
-    elif first and first[0] in ("SG", "PL"):
-        found = _prefixes(path)
-    else:
-        needed = ", ".join(_NEEDED)
-        raise InputError(
-            f"{path} has neither Linzen's header ({needed}) nor lines of SG or PL, verb, sentence"
-        )
-    examples = []
-    for example in found:
-        examples.append(example)
-        if limit is not None and len(examples) >= limit:
-            break
+    examples: list[Example] = []
+    for path in _files(Path(source)):
+        for example in _read(path, as_published, notes):
+            if limit is not None and len(examples) >= limit:
+                return Loaded(examples, notes)
+            examples.append(example)
     return Loaded(examples, notes)
+
+
+def _files(source: Path) -> list[Path]:
+    """The file itself, Linzen's file of a folder, or every TSV in it."""
+    tables = sorted(source.glob("*.tsv")) if source.is_dir() else []
+    if tables and not (source / LINZEN).is_file():
+        return tables
+    return [find_file(source, (LINZEN,), "agreement file")]
+
+
+def _read(path: Path, as_published: bool, notes: Counter[str]) -> Iterator[Example]:
+    _, first = next(read_tsv(path), ("", []))
+    if set(_NEEDED) <= set(first):
+        return _linzen(path, first, as_published, notes)
+    if first and first[0] in ("SG", "PL"):
+        return _prefixes(path)
+    needed = ", ".join(_NEEDED)
+    raise InputError(f"{path} has neither Linzen's header ({needed}) nor lines of SG or PL, verb, sentence")
 
 
 def _linzen(path: Path, header: list[str], as_published: bool, notes: Counter[str]) -> Iterator[Example]:

@@ -6,6 +6,7 @@ and its place in the context the rationale.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,13 +27,15 @@ def load(
     window: int | None = None,
     relocate: bool = False,
     keep_impossible: bool = False,
+    shifted: bool = False,
 ) -> Loaded:
     """Questions of a SQuAD file, folder, or hub set (`hf`, `hf:rajpurkar/squad_v2`).
 
     An answer that does not stand at its `answer_start` is sought elsewhere in the context, nearest first; one
     that stands nowhere is dropped; both are counted. `relocate` is for files whose offsets are guesses: an
     answer that occurs several times moves to where it overlaps most of the other annotators' answers.
-    `window` cuts the context to that many characters either side of the answer (200 in the published study).
+    `window` cuts the context to that many characters either side of the answer (200 in the published study),
+    which puts the answer into its middle and gives its place away; `shifted` moves each window at random.
     `keep_impossible` keeps the unanswerable questions of v2.0, with an empty answer.
     """
     if from_hub(source):
@@ -45,7 +48,11 @@ def load(
     examples = [
         example
         for name, question, context, answers in rows
-        if (example := _example(name, question, context, answers, window, relocate, keep_impossible, notes))
+        if (
+            example := _example(
+                name, question, context, answers, (window, shifted), relocate, keep_impossible, notes
+            )
+        )
     ]
     return Loaded(examples, notes)
 
@@ -76,7 +83,7 @@ def _example(
     question: str,
     context: str,
     answers: list[tuple[str, int]],
-    window: int | None,
+    window: tuple[int | None, bool],
     relocate: bool,
     keep_impossible: bool,
     notes: Counter[str],
@@ -91,12 +98,24 @@ def _example(
     if relocate:
         places = [_agreed(context, place, places, notes) for place in places]
     start, end = places[0]
-    low, high = (0, len(context)) if window is None else (max(0, start - window), end + window)
+    low, high = _cut(name, context, (start, end), *window)
     text, offset = _prompt(question, context[low:high])
     shift = offset - low
     texts = list(dict.fromkeys(answer for answer, _ in answers))
     facts = {"answers": texts, "question": question}
     return Example(name, text, context[start:end], rationales=(((start + shift, end + shift),),), facts=facts)
+
+
+def _cut(name: str, context: str, answer: Span, window: int | None, shifted: bool) -> Span:
+    """The part of a context that is shown: all, or `window` characters either side of the answer."""
+    if window is None:
+        return 0, len(context)
+    start, end = answer
+    before = random.Random(name).randint(0, 2 * window) if shifted else window
+    low, high = start - before, end + 2 * window - before
+    if shifted:  # as much text as there is, so that the window's size does not tell the answer's place
+        low, high = low - max(0, high - len(context)), high - min(0, low)
+    return max(0, low), min(len(context), high)
 
 
 def _prompt(question: str, context: str) -> tuple[str, int]:

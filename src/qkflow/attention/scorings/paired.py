@@ -1,0 +1,123 @@
+"""The difference of two causal softmaxes over the same keys and values, as a processor likes it.
+
+PyTorch's fused kernel would run twice as often as for one softmax. But both share their keys and values, so
+their weights can be subtracted first: one product with the values instead of two, forward and backward. Rows
+are taken in blocks small enough for the cache, each with the keys up to its own end; nothing but the inputs
+is kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qkflow.attention.masks import Mask
+from qkflow.by_hand import ByHand
+
+BLOCK = 32  # rows
+PAYS_FROM = 128  # tokens; shorter than that, there is nothing to skip
+
+
+def suits(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
+    """Whether to train this way: on a processor, where every token sees all before it."""
+    return (
+        q.device.type == "cpu"
+        and q.dtype in (torch.float32, torch.float64)
+        and q.shape[1] == k.shape[1] >= PAYS_FROM
+        and mask.causal
+        and mask.allowed is None
+        and dropout == 0
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def difference(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
+    """(softmax(q₁kᵀ) − strength·softmax(q₂kᵀ))·v for pairs of query heads (2i, 2i+1).
+
+    q (B, T, 2H, D), k (B, T, G, D), v (B, T, G, E), strength (B, T, H) -> (B, T, H, E)
+    """
+    groups = k.shape[2]
+    paired = q.unflatten(2, (groups, -1, 2)).permute(0, 2, 3, 4, 1, 5)
+    shares = strength.unflatten(2, (groups, -1)).permute(0, 2, 3, 1).unsqueeze(-1)
+    out = _Difference.call(paired, k.transpose(1, 2), v.transpose(1, 2), shares, scale)
+    gathered: Tensor = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return gathered
+
+
+class _Difference(ByHand):
+    """q (B, G, R, 2, T, D), k (B, G, T, D), v (B, G, T, E), strength (B, G, R, T, 1) -> (B, G, R, T, E)."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
+        out = _token_first(strength.expand(*strength.shape[:-1], v.shape[-1]))
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        for rows, seen in _blocks(q.shape[-2]):
+            _, p = _weights(q, keys, rows, seen, scale)
+            w = _subtracted(p, strength[..., rows, :].flatten(0, 1))
+            out[..., rows, :] = torch.bmm(w, values[:, seen]).view(out[..., rows, :].shape)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, ctx.scale = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, strength = ctx.saved_tensors
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        to_q, to_strength = _token_first(q), torch.empty(strength.shape, dtype=q.dtype)
+        to_k, to_v = torch.zeros_like(keys), torch.zeros_like(values)
+        for rows, seen in _blocks(q.shape[-2]):
+            share = strength[..., rows, :].flatten(0, 1)
+            out = grad[..., rows, :].reshape(len(keys), -1, grad.shape[-1])
+            block, p = _weights(q, keys, rows, seen, ctx.scale)
+            to_v[:, seen].baddbmm_(_subtracted(p, share).transpose(1, 2), out)
+            to_w = torch.bmm(out, values[:, seen].transpose(1, 2)).view_as(p[:, :, 0])
+            first, second = p.unbind(2)
+            means = [torch.linalg.vecdot(to_w, one).unsqueeze(-1) for one in (first, second)]
+            to_strength[..., rows, :] = means[1].neg().view(to_strength[..., rows, :].shape)
+            first.mul_(to_w - means[0])
+            second.mul_(to_w.sub_(means[1]).mul_(-share))
+            to_scores = p.view(len(keys), -1, p.shape[-1])
+            to_q[..., rows, :] = (
+                torch.bmm(to_scores, keys[:, seen]).mul_(ctx.scale).view(to_q[..., rows, :].shape)
+            )
+            to_k[:, seen].baddbmm_(to_scores.transpose(1, 2), block, alpha=ctx.scale)
+        return to_q, to_k.view(k.shape), to_v.view(v.shape), to_strength, None
+
+
+def _token_first(like: Tensor) -> Tensor:
+    """Room for (B, …, T, D) in memory laid out (B, T, …, D), as the rest of the layer wants it."""
+    order = [0, like.dim() - 2, *range(1, like.dim() - 2), like.dim() - 1]
+    room = torch.empty([like.shape[i] for i in order], dtype=like.dtype, device=like.device)
+    return room.permute(0, *range(2, like.dim() - 1), 1, like.dim() - 1)
+
+
+def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
+    """Rows, and the keys they may see together."""
+    for begin in range(0, length, BLOCK):
+        end = min(begin + BLOCK, length)
+        yield slice(begin, end), slice(0, end)
+
+
+def _weights(q: Tensor, k: Tensor, rows: slice, seen: slice, scale: float) -> tuple[Tensor, Tensor]:
+    """A block's queries (N, R·2·rows, D) and its softmaxes (N, R, 2, rows, seen), N = B·G."""
+    block = q[..., rows, :].flatten(0, 1)
+    count = block.shape[-2]
+    flat = block.reshape(len(k), -1, q.shape[-1])
+    scores = torch.bmm(flat, k[:, seen].transpose(1, 2)).view(*block.shape[:-1], -1)
+    future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
+    scores.mul_(scale)[..., rows.start :].masked_fill_(future, float("-inf"))
+    return flat, scores.softmax(dim=-1)
+
+
+def _subtracted(p: Tensor, share: Tensor) -> Tensor:
+    """p₁ − share·p₂ as (N, R·rows, seen)."""
+    return torch.addcmul(p[:, :, 0], p[:, :, 1], share, value=-1).flatten(1, 2)
