@@ -61,8 +61,9 @@ def test_a_run_writes_what_it_promises(run_folder):
     assert last["loss"] == result["loss"]
     assert last["flops"] == result["tokens"] * result["flops_per_token"]
     probe = rows(folder, "probe")[-1]
-    for name in ("step_size", "attention_entropy", "sink_mass", "spectral_gap"):
+    for name in ("step_size", "attention_entropy", "sink_mass", "spectral_gap", "qk_scale", "ov_balance"):
         assert len(probe[name]) == 1  # a value a layer
+    assert probe["effective_pace"] > 0
     assert not (folder / "checkpoints").exists()
 
 

@@ -4,15 +4,15 @@ With W_QK,h = W_Q,hᵀ·W_K,h and W_OV,h = W_O,h·W_V,h the circuits of head h (
 
 scale      ‖W‖_F of a circuit, and its largest singular value
 rank       Σσ²/σ₁², the stable rank: how many directions carry the circuit
-pace       (‖ΔQK‖/‖QK‖) / (‖ΔOV‖/‖OV‖) since the last look, over all parameters of each circuit: the ratio
-           at which the two really learn, whatever learning rates they were given
+pace       (‖ΔQK‖/‖QK‖) / (‖ΔOV‖/‖OV‖), Δ the way from the start, over all parameters of each circuit: the
+           ratio at which the two have really learnt, whatever learning rates they were given
 balance    ‖Σ W_O,hᵀ·W_O,h − W_V·W_Vᵀ‖_F, the sum over the heads that share a value head. Gradient flow of a
            factorised circuit conserves this matrix; weight decay, Adam and large steps do not
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from qkflow.attention import Attention
 from qkflow.attention.circuits import CollapsedOV, CollapsedQK, FactorisedOV, FactorisedQK
+from qkflow.measures.attention import captured
+from qkflow.models import Decoder
 
 
 @dataclass(frozen=True)
@@ -70,20 +72,15 @@ def _stable_rank(values: Tensor) -> Tensor:
 
 
 class CircuitWatch:
-    """Remembers the circuits' parameters between looks, to tell how fast each of them moved."""
+    """Remembers where the circuits' parameters started, to tell how far each of them has moved."""
 
-    def __init__(self) -> None:
-        self._seen: dict[str, list[Tensor]] = {}
+    def __init__(self, model: nn.Module) -> None:
+        self._start = {name: [p.detach().clone() for p in _parameters(model, name)] for name in ("qk", "ov")}
 
     @torch.no_grad()
     def look(self, model: nn.Module) -> dict[str, float]:
-        """`qk_change`, `ov_change` (relative) and `effective_pace` since the last look; nothing the first
-        time, no pace while OV stands still."""
-        now = {name: [p.detach().clone() for p in _parameters(model, name)] for name in ("qk", "ov")}
-        before, self._seen = self._seen, now
-        if not before:
-            return {}
-        moved = {name: _relative(now[name], before[name]) for name in now}
+        """`qk_change`, `ov_change` and, once OV has moved, `effective_pace`."""
+        moved = {name: _relative(list(_parameters(model, name)), then) for name, then in self._start.items()}
         found = {f"{name}_change": value for name, value in moved.items()}
         return found | ({"effective_pace": moved["qk"] / moved["ov"]} if moved["ov"] > 0 else {})
 
@@ -93,7 +90,7 @@ def _parameters(model: nn.Module, circuit: str) -> Iterator[nn.Parameter]:
         yield from getattr(layer, circuit).parameters()
 
 
-def _relative(now: list[Tensor], before: list[Tensor]) -> float:
+def _relative(now: Sequence[Tensor], before: Sequence[Tensor]) -> float:
     moved = sum(float((a - b).float().square().sum()) for a, b in zip(now, before, strict=True))
     size = sum(float(b.float().square().sum()) for b in before)
     return (moved / size) ** 0.5 if size else 0.0
@@ -142,3 +139,19 @@ def _product_values(left: Tensor, right: Tensor) -> Tensor:
     left_r = torch.linalg.qr(left.mT.float(), mode="r").R
     right_r = torch.linalg.qr(right.mT.float(), mode="r").R
     return torch.linalg.svdvals(left_r @ right_r.mT)
+
+
+@torch.no_grad()
+def attention_mass(
+    model: Decoder, ids: Tensor, chosen: Tensor, padding: Tensor | None = None
+) -> list[Tensor]:
+    """Per layer, the weight that each query gives to the chosen tokens, (B, heads, T).
+
+    `chosen` (B, T) is True at the tokens asked about, `padding` (B, T) at real tokens.
+    """
+    with captured(model.blocks) as inputs:
+        model.forward(ids, padding=padding)
+    return [
+        (layer.reference(x, padding=padding)[1] * chosen[:, None, None]).sum(-1)
+        for layer, x in inputs.items()
+    ]

@@ -28,6 +28,7 @@ from qkflow.errors import InputError
 from qkflow.measures.language import Score, score
 from qkflow.models import Decoder
 from qkflow.models.accounting import flops_per_token, parameters_by_role
+from qkflow.pace.circuit_measures import CircuitWatch, circuit_measures
 from qkflow.training import environment, model_folder
 from qkflow.training.config import RunConfig
 from qkflow.training.metrics import Metrics, check_writers
@@ -130,6 +131,7 @@ class Run:
         decoder = Decoder(self.model_config, seed=train.seed).to(team.device)
         self.flops_per_token = flops_per_token(decoder, length)
         self.parameters_by_role = parameters_by_role(decoder)
+        self.watch = CircuitWatch(decoder)
         self.stepper = Stepper(decoder, train, self.windows, team)
         self.checkpoints = Checkpoints(
             folder / CHECKPOINTS, config.fingerprint(data.fingerprint), train.keep, team, self.note
@@ -265,7 +267,8 @@ class Run:
         self._write("eval", flops=self.tokens * self.flops_per_token, **self.last_score.to_dict())
 
     def _probe(self) -> None:
-        """Where attention goes, on a few windows that never change."""
+        """Where attention goes, on a few windows that never change; how large its circuits are and how fast
+        they move."""
         if self.team.sharded or not self.team.leads:  # a shard alone cannot run a layer
             return
         from qkflow.measures.attention import probe, summary
@@ -274,7 +277,8 @@ class Run:
         inputs, _ = next(iter(self.held_out))
         ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.team.device)
         decoder = self.stepper.decoder
-        self._write("probe", **summary(probe(decoder, ids)), **slow_measures(decoder, ids))
+        found = {**summary(probe(decoder, ids)), **circuit_measures(decoder), **self.watch.look(decoder)}
+        self._write("probe", **found, **slow_measures(decoder, ids))
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is None:

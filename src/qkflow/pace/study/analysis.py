@@ -8,6 +8,7 @@ measure on its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -115,8 +116,7 @@ def _row(ratio: str, own: dict[int, Result], reference: dict[int, Result], basel
         pairs = [seed for seed in values if seed in reference]
         if ratio != baseline and pairs:
             theirs = [read(reference[seed]) for seed in pairs]
-            entry["difference"] = paired_difference([values[seed] for seed in pairs], theirs).to_dict()
-            del entry["difference"]["percent"]  # of perplexity, which these are not
+            entry["difference"] = asdict(paired_difference([values[seed] for seed in pairs], theirs))
         row["measures"][name] = entry
     maps = [result["heatmap"] for result in own.values() if result["heatmap"]]
     if maps:
@@ -173,7 +173,7 @@ def _explains(ratio: str, own: dict[int, Result]) -> dict[str, Any]:
     ]
     found: dict[str, Any] = {"ratio": ratio}
     for one, other in pairs:
-        difference = paired_difference(by_source[one], by_source[other]).to_dict()
+        difference = asdict(paired_difference(by_source[one], by_source[other]))
         found[f"{one}_{other}"] = {name: difference[name] for name in ("mean", "low", "high", "p", "pairs")}
     return found
 
@@ -201,35 +201,23 @@ def _sentence(ratio: str, name: str, entry: dict[str, Any], baseline: str, confi
     return f"r = {ratio} {entry['verdict']} {what} by {size.lstrip('+−')} against r = {baseline} ({inside})."
 
 
+_DIRECTIONS = {"raises": "higher", "lowers": "lower"}
+
+
 def headline(summary: dict[str, Any]) -> str:
     """The study in one or two sentences."""
-    judged = [row for row in summary["rows"] if row["ratio"] != summary["baseline"]]
     parts = []
     for name in ("mass", "comprehensiveness", "performance"):
-        entries = {
-            row["ratio"]: row["measures"][name]
-            for row in judged
-            if "verdict" in row["measures"].get(name, {})
-        }
-        if not entries:
-            continue
         by_verdict: dict[str, list[str]] = {}
-        for ratio, entry in entries.items():
-            by_verdict.setdefault(entry["verdict"], []).append(ratio)
+        for row in summary["rows"]:
+            verdict = row["measures"].get(name, {}).get("verdict")
+            if verdict is not None:
+                by_verdict.setdefault(_DIRECTIONS.get(verdict, verdict), []).append(row["ratio"])
         told = [f"{verdict} at r = {', '.join(ratios)}" for verdict, ratios in by_verdict.items()]
-        words = {"raises": "higher", "lowers": "lower"}
-        told = [_replace_first(text, words) for text in told]
-        parts.append(f"{MEASURES[name][0]}: {', '.join(told)}")
+        parts += [f"{MEASURES[name][0]}: {', '.join(told)}"] if told else []
     mode = "as published, confounds included" if summary["question"]["as_published"] else "one knob turned"
     where = f"{summary['question']['task']}, {mode}"
     return f"{where}. {'; '.join(parts)}." if parts else f"{where}: nothing to compare yet."
-
-
-def _replace_first(text: str, words: dict[str, str]) -> str:
-    for old, new in words.items():
-        if text.startswith(old):
-            return new + text[len(old) :]
-    return text
 
 
 def _notes(summary: dict[str, Any]) -> list[str]:

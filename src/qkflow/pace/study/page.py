@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.files import write_atomic, write_json
-from qkflow.pace.study.analysis import MEASURES, SOURCES
+from qkflow.pace.study.analysis import SOURCES
 from qkflow.pace.study.run import EDGES
-from qkflow.pace.study.tables import SHOWN, cell, interval, published_cells, summary_csv
+from qkflow.pace.study.tables import HEADINGS, SHOWN, cell, interval, published_cells, summary_csv
 from qkflow.report.figures import PALETTE, REFERENCE_COLOUR, Figure, band_and_line, base_layout
 from qkflow.report.page import json_for_script, template
 
@@ -43,7 +43,7 @@ def render(summary: dict[str, Any]) -> str:
         question=summary["question"],
         colours=colours,
         cells={row["ratio"]: [cell(row, name) for name in SHOWN] for row in summary["rows"]},
-        headings=[MEASURES[name][0] for name in SHOWN],
+        headings=[HEADINGS[name] for name in SHOWN],
         published=[
             (title, published_cells(summary, faster)) for faster, title in _TITLES if summary["published"]
         ],
@@ -92,7 +92,7 @@ def _heatmap(row: dict[str, Any]) -> Figure:
         "y": labels,
         "zmin": 0,
         "zmax": 100,
-        "colorscale": "Blues",
+        "colorscale": [[0, "rgba(26,128,196,0.05)"], [1, PALETTE[0]]],
         "showscale": False,
         "texttemplate": "%{z:.1f}",
         "hovertemplate": "attention %{x}, p(truth) %{y}: %{z:.1f}%<extra></extra>",

@@ -56,11 +56,10 @@ def train_and_measure(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _train(
     reader: Reader, data: TaskData, recipe: Recipe, train: dict[str, Any], length: int, log: Any
 ) -> None:
-    optimizer, watch = build_optimizer(reader, train), CircuitWatch()
+    optimizer, watch = build_optimizer(reader, train), CircuitWatch(reader)
     steps, batch = int(train["steps"]), int(train["batch"])
     look_every = max(1, steps // LOOKS)
     looked_at = [item for item in data.test if item.marked][:LOOKED_AT] or data.test[:LOOKED_AT]
-    watch.look(reader)
     lap, losses = time.perf_counter(), []
     for step, items in zip(range(steps), batches(data.train, batch, train["seed"]), strict=False):
         loss = reader.loss(items)

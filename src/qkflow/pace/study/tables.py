@@ -12,7 +12,7 @@ from rich.table import Table
 from qkflow.pace.study.analysis import MEASURES, SOURCES
 
 SHOWN = ("performance", "mass", "confidence", "comprehensiveness", "sufficiency", "qk_scale", "ov_scale")
-_HEADINGS = {
+HEADINGS = {
     "performance": "test",
     "mass": "mass",
     "confidence": "AC",
@@ -48,7 +48,7 @@ def results_table(summary: dict[str, Any]) -> Table:
     table = Table(title=_title(summary), caption=caption, box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("r")
     for name in SHOWN:
-        table.add_column(_HEADINGS[name], justify="right", no_wrap=True)
+        table.add_column(HEADINGS[name], justify="right", no_wrap=True)
     for row in summary["rows"]:
         table.add_row(row["ratio"], *(cell(row, name) for name in SHOWN))
     for faster, title in ((False, "published, same"), (True, "published, faster")):
