@@ -1,15 +1,18 @@
-"""What the README shows runs as it stands."""
+"""What the README and the pages of `docs` show is what the command line takes."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-COMMANDS = re.findall(r"^qkflow ([a-z]+(?: [a-z]+)?)", README.read_text(), re.M)
+PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
@@ -18,9 +21,15 @@ def test_python_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.Monke
     exec(compile(block, str(README), "exec"), {})
 
 
-def test_every_command_shown_exists() -> None:
-    from qkflow.cli import find
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_shown_exists_with_its_options(page: Path) -> None:
+    from qkflow.cli import COMMANDS, find
 
-    assert COMMANDS
-    for words in COMMANDS:
-        find(words.split())
+    for line in re.findall(r"^qkflow ([a-z].+)", page.read_text(), re.M):
+        name, rest = find(shlex.split(line, comments=True))
+        module, function, _ = COMMANDS[name]
+        command = getattr(importlib.import_module(f"qkflow.commands.{module}"), function)
+        known = {"help", *(key.replace("_", "-") for key in inspect.signature(command).parameters)}
+        given = {word.partition("=")[0].removeprefix("--") for word in rest if word.startswith("--")}
+        unknown = {option for option in given if option.removeprefix("no-") not in known}
+        assert not unknown, line

@@ -7,13 +7,14 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qkflow.report.figures import _gap
+from qkflow.report.figures import _gap, _mean_evals
 from qkflow.report.page import count, json_for_script, plain
 from qkflow.studies import Comparison, rebuild
 
@@ -159,6 +160,13 @@ def test_a_gap_is_read_at_equal_tokens_even_where_evaluations_do_not_meet() -> N
     assert 30.0 not in gap  # the reference has not trained that far
 
 
+def test_a_run_just_begun_does_not_cut_the_curves_of_the_others(answer: Comparison) -> None:
+    whole = next(run for run in answer.runs if run.state == "finished")
+    begun = replace(whole, seed=9, result=None, metrics={"eval": whole.metrics["eval"][:1]})
+    assert _mean_evals([whole, begun], "tokens") == _mean_evals([whole], "tokens")
+    assert len(_mean_evals([begun], "tokens")) == 1
+
+
 def test_probes_show_the_mean_and_offer_the_layers(page: Page, drawn: dict[str, Any]) -> None:
     steps = drawn["probe-step_size"]["data"]
     assert {trace["meta"]["layer"] for trace in steps} == {"mean", "0", "1", "2", "3"}
@@ -210,8 +218,14 @@ def test_a_study_hardly_begun_still_has_a_page(study: Path, tmp_path: Path) -> N
 def test_a_browser_draws_every_figure(answer: Comparison, drawn: dict[str, Any], tmp_path: Path) -> None:
     quiet = ("gpu", "background-networking", "component-update", "sync")
     options = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
-    options += ["--virtual-time-budget=20000", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    options += [
+        "--virtual-time-budget=20000",
+        f"--user-data-dir={tmp_path}",
+        "--dump-dom",
+        "--enable-logging=stderr",
+    ]
     address = (answer.folder / "report.html").resolve().as_uri()
     done = subprocess.run(["chromium", *options, address], capture_output=True, text=True, timeout=120)
     assert f'data-drawn="{len(drawn)}"' in done.stdout
     assert done.stdout.count('<svg class="main-svg"') >= len(drawn)
+    assert "CONSOLE" not in done.stderr  # neither errors nor warnings

@@ -74,5 +74,5 @@ def test_bad_input_is_one_sentence_and_exit_code_2(arguments: list[str], hint: s
 
 def test_help_has_examples() -> None:
     said = qkflow("compare", "--help")
-    assert "$ qkflow compare --data my.txt" in said.stdout
+    assert "qkflow compare --data my.txt" in said.stdout
     assert "--no-verdict" in said.stdout

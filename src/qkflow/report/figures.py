@@ -186,7 +186,7 @@ def gaps(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
         return None
     base = {run.seed: run.curve() for run in runs if run.cell == reference["cell"]}
     for row in summary["variants"]:
-        ours = [run for run in runs if run.cell == row["cell"] != reference["cell"]]
+        ours = _whole([run for run in runs if run.cell == row["cell"] != reference["cell"]])
         curves = [_gap(run.curve(), base[run.seed]) for run in ours if base.get(run.seed) and run.curve()]
         if curves:
             points = _mean_and_range(curves)
@@ -222,9 +222,14 @@ def _mean_and_range(
     return points
 
 
+def _whole(runs: Sequence[RunData]) -> Sequence[RunData]:
+    """The finished runs: a mean goes as far as its shortest curve, one just begun would hide the others."""
+    return [run for run in runs if run.state == "finished"] or runs
+
+
 def _mean_evals(runs: Sequence[RunData], axis: str) -> list[tuple[float, float, float, float]]:
     column = {"tokens": 1, "seconds": 2}[axis]
-    curves = [{row[0]: (row[column], row[3]) for row in run.curve()} for run in runs if run.curve()]
+    curves = [{row[0]: (row[column], row[3]) for row in run.curve()} for run in _whole(runs) if run.curve()]
     return _mean_and_range(curves) if curves else []
 
 
@@ -327,11 +332,12 @@ def _probe_traces(
 
 def base_layout(x: str) -> dict[str, Any]:
     """What is plotted stands above a figure, as text of the page; so does the legend."""
-    axis = {"automargin": True, "zeroline": False, "ticks": "outside", "ticklen": 4}
+    axis = {"zeroline": False, "ticks": "outside", "ticklen": 4}
     return {
-        "xaxis": {**axis, "title": {"text": x, "font": {"size": 12}, "standoff": 8}},
-        "yaxis": dict(axis),
-        "margin": {"l": 8, "r": 16, "t": 8, "b": 8},
+        # One line of ticks and a title fit a fixed margin; two that adapt would adapt to each other.
+        "xaxis": {**axis, "tickangle": 0, "title": {"text": x, "font": {"size": 12}, "standoff": 8}},
+        "yaxis": {**axis, "automargin": True},
+        "margin": {"l": 8, "r": 16, "t": 8, "b": 46},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "x unified",
