@@ -180,7 +180,7 @@ def _explains(ratio: str, own: dict[int, Result]) -> dict[str, Any]:
 
 def _sentences(row: dict[str, Any], baseline: str, confidence: float) -> list[str]:
     said = []
-    for name in ("mass", "confidence", "comprehensiveness", "performance"):
+    for name in ("mass", "confidence", "comprehensiveness", "attention_over_random", "performance"):
         entry = row["measures"].get(name, {})
         if "difference" in entry:
             said.append(_sentence(row["ratio"], name, entry, baseline, confidence))
