@@ -40,7 +40,10 @@ def run(cell: str, seed: int, loss: float, **more: Any) -> RunData:
         "environment": {"commit": more.pop("commit", "abc")},
         **more,
     }
-    return RunData(f"{cell}.{seed}", "compare", cell, seed, 3e-3, 204800, result, {"eval": evals})
+    # half of the time something else had the core
+    logged = [{"tokens_per_second": 2048 / step_seconds / (1 + s % 2)} for s in range(40)]
+    metrics = {"eval": evals, "train": logged}
+    return RunData(f"{cell}.{seed}", "compare", cell, seed, 3e-3, 204800, result, metrics)
 
 
 def summary(final: dict[str, float | list[float]], question: Question = ASK) -> dict[str, Any]:
@@ -185,9 +188,11 @@ def test_the_symmetric_start_as_the_reference_itself() -> None:
 def test_ratios_and_mixed_commits() -> None:
     runs = [run("standard@gpt2", seed, 4.0 + SEEDS[seed]) for seed in range(3)]
     runs += [run("euler@gpt2", s, 3.9 + 2 * SEEDS[s], step_seconds=0.12, commit="def") for s in range(3)]
-    question = replace(ASK, starts=("gpt2",), controls=())
+    runs += [run("standard@gpt2+symmetric=1", s, 4.0, step_seconds=0.3) for s in range(3)]
+    question = replace(ASK, starts=("gpt2",), controls=("symmetric",))
     found = analyse(study(question), runs)
     euler = row(found, "euler")
+    assert row(found, "symmetric")["step_time_ratio"] == 1  # the same model, on a busy machine
     assert euler["step_time_ratio"] == pytest.approx(1.2)
     assert euler["seed_variance_ratio"]["ratio"] == pytest.approx(4)
     assert euler["seconds_to_target"] == pytest.approx(1.2 * euler["tokens_to_target"])

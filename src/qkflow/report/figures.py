@@ -169,7 +169,7 @@ def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> 
         return None
     unit = {
         "tokens": "training tokens",
-        "seconds": "training seconds, at a run’s median pace",
+        "seconds": "training seconds, at a run’s undisturbed speed",
     }[axis]
     layout = base_layout(unit) | {"height": 380}
     if late:

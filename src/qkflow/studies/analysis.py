@@ -19,6 +19,8 @@ from qkflow.studies.statistics import (
     variance_ratio,
 )
 
+UNDISTURBED = 0.9  # the quantile of a run's logged speeds that stands for its own
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -47,19 +49,21 @@ class RunData:
             return "not finished"
         return "finished" if self.loss is not None else "failed"
 
-    def curve(self) -> list[tuple[float, float, float, float]]:
-        """(step, tokens, seconds, loss) at every evaluation.
+    def speed(self) -> float | None:
+        """Tokens a second when nothing disturbed it: a run that was paused or shared its core is not slow."""
+        rows = self.metrics.get("train", [])
+        speeds = [speed for row in rows if (speed := _finite(row.get("tokens_per_second")))]
+        return float(np.quantile(speeds, UNDISTURBED)) if speeds else None
 
-        Seconds are steps at the run's median pace: a run that was paused, or shared its core for a while,
-        must not count as a slow variant.
-        """
-        pace = _finite((self.result or {}).get("step_seconds"))
+    def curve(self) -> list[tuple[float, float, float, float]]:
+        """(step, tokens, seconds, loss) at every evaluation; seconds at the run's undisturbed speed."""
+        speed = self.speed()
         rows = []
         for row in self.metrics.get("eval", []):
             step, *values = (_finite(row.get(name)) for name in ("step", "tokens", "seconds", "loss"))
             tokens, seconds, loss = values
             if step is not None and tokens is not None and seconds is not None and loss is not None:
-                rows.append((step, tokens, seconds if pace is None else step * pace, loss))
+                rows.append((step, tokens, tokens / speed if speed else seconds, loss))
         return rows
 
 
@@ -91,6 +95,16 @@ class CellData:
         return -len(losses), float(np.mean(losses)) if losses else math.inf
 
 
+def model_speeds(runs: Iterable[RunData]) -> dict[str, float]:
+    """Tokens a second of each model, by its quickest run: start and seed decide what is learned, not what a
+    step costs, so that the model of a cell is what its name says before the start."""
+    speeds: dict[str, float] = {}
+    for run in runs:
+        model = run.cell.partition("@")[0]
+        speeds[model] = max(speeds.get(model, 0.0), run.speed() or 0.0)
+    return {model: speed for model, speed in speeds.items() if speed}
+
+
 def best_cell(cells: Sequence[CellData], seeds: Iterable[int] | None = None) -> CellData:
     """The best start: by mean final loss over the given seeds, or over all."""
     chosen = None if seeds is None else list(seeds)
@@ -109,12 +123,13 @@ def analyse(study: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Any]:
     standard = study["contestants"][0]["name"]
     best = {name: best_cell(cells) for name, cells in contestants.items()}
     reference = best[standard] if best[standard].runs else None
+    speeds = model_speeds(compared)
     cells = {cell.name: cell for group in contestants.values() for cell in group}
     rows = []
     for one in study["contestants"]:
         name, is_reference = one["name"], one["role"] == "reference"
         row = _row(one, contestants[name], best[name], cells, confidence)
-        row |= _against_reference(best[name], None if is_reference else reference, confidence)
+        row |= _against_reference(best[name], None if is_reference else reference, speeds, confidence)
         choice = None if is_reference else _cross_fitted(contestants[name], contestants[standard], confidence)
         rows.append({**row, "choice_of_start": choice})
     _judge(rows, best, study, confidence)
@@ -202,7 +217,9 @@ def _difference(cell: CellData, reference: CellData, confidence: float) -> dict[
     return paired_difference(cell.losses(seeds), reference.losses(seeds), confidence).to_dict()
 
 
-def _against_reference(cell: CellData, reference: CellData | None, confidence: float) -> dict[str, Any]:
+def _against_reference(
+    cell: CellData, reference: CellData | None, speeds: dict[str, float], confidence: float
+) -> dict[str, Any]:
     """Paired difference, variance, and what reaching the reference's final loss takes."""
     nothing = dict.fromkeys(
         ("difference", "seed_variance_ratio", "tokens_to_target", "seconds_to_target", "step_time_ratio")
@@ -213,31 +230,17 @@ def _against_reference(cell: CellData, reference: CellData | None, confidence: f
     target = float(np.mean(reference.losses(seeds)))
     curve = mean_curve([cell.runs[seed].curve() for seed in seeds])
     whole = mean_curve([reference.runs[seed].curve() for seed in seeds])
-    losses = [row[3] for row in curve]
-    to_target: dict[str, float | None] = {}
-    for name, column in (("tokens_to_target", 1), ("seconds_to_target", 2)):
-        reached = first_reach([row[column] for row in curve], losses, target)
-        full = whole[-1][column] if whole else 0.0
-        to_target[name] = reached / full if reached is not None and full > 0 else None
+    reached = first_reach([row[1] for row in curve], [row[3] for row in curve], target)
+    tokens = reached / whole[-1][1] if reached is not None and whole and whole[-1][1] > 0 else None
+    ours, theirs = (speeds.get(one.name.partition("@")[0]) for one in (cell, reference))
+    ratio = theirs / ours if ours and theirs else None
     return {
         "difference": _difference(cell, reference, confidence),
         "seed_variance_ratio": variance_ratio(cell.losses(seeds), reference.losses(seeds), confidence),
-        **to_target,
-        "step_time_ratio": _step_time_ratio(cell, reference, seeds),
+        "tokens_to_target": tokens,
+        "seconds_to_target": None if tokens is None or ratio is None else tokens * ratio,
+        "step_time_ratio": ratio,
     }
-
-
-def _step_time_ratio(cell: CellData, reference: CellData, seeds: Sequence[int]) -> float | None:
-    """Geometric mean over seeds of the ratio of median step times."""
-    pairs = [
-        (
-            (cell.runs[s].result or {}).get("step_seconds"),
-            (reference.runs[s].result or {}).get("step_seconds"),
-        )
-        for s in seeds
-    ]
-    logs = [math.log(a / b) for a, b in pairs if a and b]
-    return math.exp(float(np.mean(logs))) if logs else None
 
 
 def _cross_fitted(
