@@ -150,6 +150,16 @@ def test_fused_weights_can_be_refused_instead() -> None:
         pace.param_groups(codegen, 1e-3, ratio=2)
 
 
+def test_fused_weights_that_are_no_parameter_cannot_be_split() -> None:
+    model = tiny("gpt2")
+    layer = model.transformer.h[0].attn.c_attn
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight)  # as a quantised layer keeps it
+    with pytest.raises(InputError, match=r"no weight of its own to split"):
+        pace.split_fused(model)
+
+
 def codegen_model() -> Any:
     import transformers as hf
 
