@@ -8,8 +8,8 @@ trajectory ends with one batched product that is added to both in place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from qkflow.attention.heads import Heads
 if TYPE_CHECKING:
     from qkflow.attention.circuits import FactorisedQK
     from qkflow.attention.couplings.affine import Affine
+    from qkflow.attention.couplings.base import HeadNetworks
     from qkflow.attention.couplings.latent import LatentCoupling
     from qkflow.attention.couplings.trajectory import Rule
 
@@ -147,11 +148,12 @@ class AffineAtRest(AtRest):
     from_key: tuple[Tensor, Tensor | None]
     to_query: tuple[Tensor, Tensor | None]
     from_query: tuple[Tensor, Tensor | None]
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[int]  # rows of the product that are queries, keys and latents
 
     def finish(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        heads, count = self.heads, len(wide)
-        q, k, u = (part.view(count, n, -1).transpose(0, 1) for part, n in self._split(wide))
+        heads, parts = self.heads, wide.split(self.sizes, dim=1)
+        counts = (heads.queries, heads.keys, heads.keys)
+        q, k, u = (part.view(len(wide), n, -1).transpose(0, 1) for part, n in zip(parts, counts, strict=True))
         for step in range(self.steps):
             if step:
                 u = self._gathered(_affine(q, *self.from_query))
@@ -161,12 +163,6 @@ class AffineAtRest(AtRest):
                 spoken = spoken.unflatten(-1, (heads.group, -1)).transpose(1, 2).flatten(0, 1)
             q = self._moved(q, spoken, self.to_query)
         return q.transpose(0, 1), k.transpose(0, 1)
-
-    def _split(self, wide: Tensor) -> Any:
-        return zip(wide.split(self.sizes, dim=1), self._heads(), strict=True)
-
-    def _heads(self) -> tuple[int, int, int]:
-        return self.heads.queries, self.heads.keys, self.heads.keys
 
     def _gathered(self, u: Tensor) -> Tensor:
         """(H, N, r) -> (G, N, R·r)."""
@@ -195,7 +191,7 @@ def affine_at_rest(coupling: Affine, qk: FactorisedQK) -> AffineAtRest:
     parts = [part.flatten(0, 1) for part in (query, key, latent)]
     everything = torch.cat(parts)
 
-    def rows(network: Any, group: int, share: float) -> tuple[Tensor, Tensor | None]:
+    def rows(network: HeadNetworks, group: int, share: float) -> tuple[Tensor, Tensor | None]:
         joined = share * network.per_head(network.w2).transpose(1, 2)
         joined = joined.reshape(len(joined) // group, -1, joined.shape[-1])
         if network.b2 is None:
@@ -203,7 +199,7 @@ def affine_at_rest(coupling: Affine, qk: FactorisedQK) -> AffineAtRest:
         said = share * network.per_head(network.b2)
         return joined, said.view(-1, group, 1, said.shape[-1]).sum(1)
 
-    def ears(network: Any, group: int) -> tuple[Tensor, Tensor | None]:
+    def ears(network: HeadNetworks, group: int) -> tuple[Tensor, Tensor | None]:
         inner = network.per_head(network.w1)
         matrix = inner.reshape(len(inner) // group, -1, inner.shape[-1]).transpose(1, 2).contiguous()
         if network.b1 is None:
