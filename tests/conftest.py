@@ -13,7 +13,7 @@ torch.set_num_threads(1)  # tests run side by side; one thread each
 
 @pytest.fixture(autouse=True)
 def _process() -> Iterator[None]:
-    """Commands that run inside a test set threads and denormals for the whole process; the next starts anew."""
+    """A command run inside a test sets threads and denormals of the whole process: undone for the next."""
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)

@@ -83,7 +83,7 @@ AS_PUBLISHED: dict[str, Recipe] = {
         epochs=15,
         ratios=("1", "100"),
         ks=(5.0,),
-        confounds=Confounds(embed=True, freeze=("mlp",)),
+        confounds=Confounds(embed=True),
     ),
     "hatexplain": Recipe(
         lr=5e-5,
