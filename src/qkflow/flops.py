@@ -16,6 +16,8 @@ def count_flops(call: Callable[[], object]) -> int:
     """
     aten = torch.ops.aten
     known: dict[Any, Any] = {  # kernels that PyTorch's own counter leaves out
+        aten.mv: _matrix_times_vector,
+        aten.addmv: lambda into, matrix, vector, **_: _matrix_times_vector(matrix, vector),
         aten.baddbmm_: _batched_product,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -23,6 +25,10 @@ def count_flops(call: Callable[[], object]) -> int:
     with FlopCounterMode(display=False, custom_mapping=known) as counter:
         call()
     return counter.get_total_flops()
+
+
+def _matrix_times_vector(matrix: Any, vector: Any, **_: Any) -> int:
+    return 2 * int(matrix[0] * matrix[1])
 
 
 def _batched_product(into: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:

@@ -120,10 +120,18 @@ class _Rotate(ByHand):
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    torch.mul(first, cos, out=out[..., :half])
-    out[..., :half].addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:])
-    out[..., half:].addcmul_(first, sin)
+    turn_halves(halves(x), halves(out), cos, sin)
     return out
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def turn_halves(x: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> None:
+    """Put the turned halves of x into those of `out`, which lie elsewhere in memory."""
+    torch.mul(x[0], cos, out=out[0])
+    out[0].addcmul_(x[1], sin, value=-1)
+    torch.mul(x[1], cos, out=out[1])
+    out[1].addcmul_(x[0], sin)

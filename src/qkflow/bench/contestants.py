@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qkflow.attention import Attention, couplings, merge, scorings
 from qkflow.errors import InputError, unknown
 from qkflow.models import AttentionConfig, Block, Decoder, ModelConfig
+from qkflow.models.generate import one_by_one
 
 LEVELS = ("attention", "block", "model", "decode")
 STEPS = (1, 3, 7)
@@ -30,7 +31,7 @@ class Shape:
     decode_layers: int = 8
     vocabulary: int = 8_192  # at level `model`
     decode_vocabulary: int = 50_257
-    tokens: int = 16  # decoded per call
+    tokens: int = 32  # decoded per call
 
     def config(self, coupling: str, scoring: str, level: str) -> ModelConfig:
         decode = level == "decode"
@@ -159,21 +160,22 @@ def training_call(
 
 
 def decoding_call(model: Decoder, shape: Shape, device: torch.device) -> Callable[[], object]:
-    """Decode `shape.tokens` tokens greedily, one at a time, after a prompt that is already cached."""
+    """Decode `shape.tokens` tokens greedily, as `generate` does, after a prompt that is already cached."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(shape.decode_vocabulary, (1, shape.length), generator=generator).to(device)
     caches = model.new_caches(1, shape.length + shape.tokens)
     model.eval()
     with torch.inference_mode():
         model(prompt, caches=caches)
+        read = one_by_one(model, caches, batch=1, count=shape.tokens)
 
     @torch.inference_mode()
     def decode() -> None:
         for cache in caches:
             cache.rewind(shape.length)
-        token = prompt[:, -1:]
+        token = prompt[:, -1]
         for _ in range(shape.tokens):
-            token = model.logits(model(token, caches=caches)[:, -1:]).argmax(-1)
+            token = read(token).argmax(-1)
 
     return decode
 

@@ -79,7 +79,7 @@ def bench(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     shape = Shape(width=width, heads=heads, kv_heads=kv_heads, length=length, batch=batch)
     if quick:
-        shape = dataclasses.replace(shape, batch=1, length=min(length, 256), decode_layers=2, tokens=8)
+        shape = dataclasses.replace(shape, batch=1, length=min(length, 256), decode_layers=2)
     rounds = rounds or (5 if quick else 15)
     rows = choose(variants)
     verify_all(rows, shape)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from qkflow.attention import Attention, KVCache
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
-from qkflow.attention.couplings.at_rest import AtRest
+from qkflow.attention.couplings.at_rest import AsEver, plain
 from qkflow.attention.masks import Mask
-from qkflow.attention.rotary import Rotation, rotate_reference
+from qkflow.attention.rotary import Rotation, halves, turn_halves
 from qkflow.models.decoder import Block, Decoder
 from qkflow.timescale.cache import SlowCache
 
@@ -33,7 +32,7 @@ class TokenByToken:
         assert self.suits(model)
         self.model = model
         self.caches = [cache for cache in caches if isinstance(cache, KVCache)]
-        self.layers = [_Layer.of(block, model.config.norm_eps) for block in model.blocks]  # type: ignore[arg-type]
+        self.layers = [_Layer(block, model.config.norm_eps) for block in model.blocks]  # type: ignore[arg-type]
         self.eps = model.config.norm_eps
         self.output = _for_products(model.output_weight)
         first: Attention = model.blocks[0].attention  # type: ignore[assignment]
@@ -46,14 +45,15 @@ class TokenByToken:
     def suits(model: Decoder) -> bool:
         """Whether this way of decoding knows the model's parts and pays on its device."""
         weight = model.embedding.weight
-        plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+        quick = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
         blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
         return (
-            plain
+            quick
             and model.slow is None
             and all(
                 isinstance(block.attention.qk, FactorisedQK)
                 and isinstance(block.attention.ov, FactorisedOV)
+                and block.attention.qk.plain
                 and block.attention.qk.q.bias is None
                 for block in blocks
             )
@@ -66,50 +66,42 @@ class TokenByToken:
         rotation = None
         if self.rotations is not None:
             cos, sin = self.rotations
-            rotation = cos[position : position + 1], sin[position : position + 1]
+            rotation = cos[position], sin[position]
         for layer, cache in zip(self.layers, self.caches, strict=True):
             x = layer.forward(x, rotation, cache)
         return torch.mv(self.output, x * self.model.norm.weight).mul_(_scale(x, self.eps))
 
 
-@dataclass
 class _Layer:
-    """A block with its weights laid out for one token."""
+    """A block with its weights laid out for one token, and places for what is made of it.
 
-    attention: Attention
-    at_rest: AtRest | None
-    norm: Tensor
-    qkv: Tensor
-    bias: Tensor | None
-    o: Tensor
-    feed_forward_norm: Tensor
-    into: Tensor  # gate above up, or up alone
-    gated: bool
-    down: Tensor
-    eps: float
+    Results go to the same memory at every token, so that all views of it are made once: cutting tensors takes
+    as long as computing with ones as small as these.
+    """
 
-    @classmethod
-    def of(cls, block: Block, eps: float) -> _Layer:
+    def __init__(self, block: Block, eps: float) -> None:
         attention, ff = block.attention, block.feed_forward
-        qk, ov = attention.qk, attention.ov
+        qk, ov, heads = attention.qk, attention.ov, attention.heads
         assert isinstance(qk, FactorisedQK)
         assert isinstance(ov, FactorisedOV)
-        at_rest = attention.coupling.at_rest(qk) if qk.plain else None
-        queries_and_keys = [qk.q.weight, qk.k.weight] if at_rest is None else [at_rest.projection]
-        into = ff.up.weight if ff.gate is None else torch.cat([ff.gate.weight, ff.up.weight])
-        return cls(
-            attention,
-            at_rest,
-            block.attention_norm.weight,
-            _for_products(torch.cat([*queries_and_keys, ov.v.weight])),
-            None if at_rest is None else at_rest.bias,
-            _for_products(ov.o.weight),
-            block.feed_forward_norm.weight,
-            _for_products(into),
-            ff.gate is not None,
-            _for_products(ff.down.weight),
-            eps,
-        )
+        at_rest = attention.coupling.at_rest(qk) or AsEver(*plain(qk), attention.coupling)
+        self.attention, self.eps = attention, eps
+        self.norm, self.feed_forward_norm = block.attention_norm.weight, block.feed_forward_norm.weight
+        self.qkv = _for_products(torch.cat([at_rest.projection, ov.v.weight]))
+        self.o, self.down = _for_products(ov.o.weight), _for_products(ff.down.weight)
+        self.gated = ff.gate is not None
+        self.into = _for_products(torch.cat([ff.gate.weight, ff.up.weight]) if ff.gate else ff.up.weight)
+
+        self.wide = self.qkv.new_empty(len(self.qkv))
+        values = heads.values * heads.value_size
+        self.v = self.wide[-values:].view(1, 1, heads.values, heads.value_size)
+        self.projected, self.bias = self.wide[:-values], at_rest.bias
+        self.couple = at_rest.within(self.projected[None])
+        self.straight = at_rest.parted(self.projected[None])
+        vectors = self.wide[: (heads.queries + heads.keys) * heads.size].view(-1, heads.size)
+        turned = torch.empty_like(vectors) if attention.rope is not None else vectors
+        self.halves, self.turned_halves = halves(vectors), halves(turned)
+        self.q, self.k = at_rest.parted(turned.view(1, -1))
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
         x = torch.addmv(x, self.o, self._attend(x, rotation, cache))
@@ -122,39 +114,24 @@ class _Layer:
         return torch.addmv(x, self.down, inner)
 
     def _attend(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
-        attention, heads = self.attention, self.attention.heads
+        attention = self.attention
         x = (x * self.norm).mul_(_scale(x, self.eps))
-        last = heads.values * heads.value_size
-        wide = torch.mv(self.qkv, x)
-        q, k = self._couple(wide[:-last])
-        v = wide[-last:].view(1, 1, heads.values, heads.value_size)
+        torch.mv(self.qkv, x, out=self.wide)
+        if self.bias is not None:
+            self.projected += self.bias
+        self.couple()
         if attention.q_norm is not None and attention.k_norm is not None:
-            q, k = attention.q_norm(q), attention.k_norm(k)
+            for part, norm in zip(self.straight, (attention.q_norm, attention.k_norm), strict=True):
+                part.copy_(norm(part))
         if rotation is not None:
-            q, k = rotate_reference(torch.cat([q, k], dim=2), rotation).split(
-                (heads.queries, heads.keys), dim=2
-            )
-        keys, values = cache.append(k, v)
+            turn_halves(self.halves, self.turned_halves, *rotation)
+        keys, values = cache.append(self.k[None], self.v)
         length = keys.shape[1]
         mask = Mask() if attention.window is None else attention.mask_for(1, length, device=x.device)
-        x = x.view(1, 1, -1)
+        q, x = self.q.flatten(1, 2)[None], x.view(1, 1, -1)
         out = attention.scoring(q, keys, values, mask=mask, scale=attention.scale, dropout=0.0, x=x)
         gathered: Tensor = out.reshape(-1)
         return gathered
-
-    def _couple(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """(1, 1, H, D) and (1, 1, G, D) from what the projection yields."""
-        heads = self.attention.heads
-        if self.at_rest is not None:
-            if self.bias is not None:
-                projected += self.bias
-            q, k = self.at_rest.finish(projected[None])
-            return q[None], k[None]
-        q, k = projected.split((heads.queries * heads.size, heads.keys * heads.size))
-        coupled: tuple[Tensor, Tensor] = self.attention.coupling(
-            q.view(1, 1, heads.queries, heads.size), k.view(1, 1, heads.keys, heads.size)
-        )
-        return coupled
 
 
 def _scale(x: Tensor, eps: float) -> float:

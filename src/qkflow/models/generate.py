@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qkflow.attention import KVCache
 from qkflow.errors import InputError
 from qkflow.models.decoder import Decoder
 from qkflow.models.decoding import TokenByToken
+from qkflow.timescale.cache import SlowCache
 
 WORTH_PREPARING = 24  # tokens: fewer are sooner made by the model as it is
 
@@ -107,15 +109,20 @@ def _tokens(
         return
     token = sampler(model.logits(model(ids, caches=caches)[:, -1]))
     yield token
+    read = one_by_one(model, caches, batch, count)
+    for _ in range(count - 1):
+        token = sampler(read(token))
+        yield token
+
+
+def one_by_one(
+    model: Decoder, caches: Sequence[KVCache | SlowCache], batch: int, count: int
+) -> Callable[[Tensor], Tensor]:
+    """The quickest way to read `count` tokens, each after the last: from tokens (B,) to logits (B, V)."""
     if batch == 1 and count > WORTH_PREPARING and TokenByToken.suits(model):
         decoder = TokenByToken(model, caches)
-        for _ in range(count - 1):
-            token = sampler(decoder.logits(int(token))[None])
-            yield token
-        return
-    for _ in range(count - 1):
-        token = sampler(model.logits(model(token[:, None], caches=caches)[:, -1]))
-        yield token
+        return lambda token: decoder.logits(int(token))[None]
+    return lambda token: model.logits(model(token[:, None], caches=caches)[:, -1])
 
 
 def _padded(model: Decoder, ids: Tensor, count: int, sampler: Sampler, real: Tensor) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ trajectory ends with one batched product that is added to both in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,14 +21,17 @@ from qkflow.attention.heads import Heads
 if TYPE_CHECKING:
     from qkflow.attention.circuits import FactorisedQK
     from qkflow.attention.couplings.affine import Affine
-    from qkflow.attention.couplings.base import HeadNetworks
+    from qkflow.attention.couplings.base import Coupling, HeadNetworks
     from qkflow.attention.couplings.latent import LatentCoupling
     from qkflow.attention.couplings.trajectory import Rule
 
 
 @dataclass(frozen=True)
 class AtRest:
-    """Projection and coupling as one product (`projection`, `bias`) and what remains to be done with it."""
+    """Projection and coupling as one product (`projection`, `bias`) and what remains to be done with it.
+
+    The product's first (H+G)·D columns become the queries and keys; as it stands, this is no coupling.
+    """
 
     heads: Heads
     projection: Tensor
@@ -36,18 +40,44 @@ class AtRest:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The coupled (q, k) of tokens x (B, T, width)."""
         wide = F.linear(x, self.projection, self.bias)
-        q, k = self.finish(wide.view(-1, wide.shape[-1]))
-        return q.unflatten(0, x.shape[:2]), k.unflatten(0, x.shape[:2])
+        tokens = wide.view(-1, wide.shape[-1])
+        self.within(tokens)()
+        q, k = self.parted(tokens)
+        return q.flatten(1, 2).unflatten(0, x.shape[:2]), k.unflatten(0, x.shape[:2])
 
-    def finish(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, H, D) and (N, G, D) from the product (N, rows), which is used up."""
-        raise NotImplementedError
+    def within(self, wide: Tensor) -> Callable[[], None]:
+        """What remains to be done, in place, each time products (N, rows) have been put into `wide`."""
+        return lambda: None
 
-    def _parted(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k from (N, G, (R+1)·D): the queries of each group, then its key."""
-        heads = self.heads
-        q = tokens[..., : -heads.size].reshape(len(tokens), heads.queries, heads.size)
-        return q, tokens[..., -heads.size :]
+    def parted(self, wide: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the queries (N, G, R, D) and keys (N, G, D)."""
+        heads, queries = self.heads, self.heads.queries * self.heads.size
+        return (
+            wide[:, :queries].view(-1, heads.keys, heads.group, heads.size),
+            wide[:, queries : queries + heads.keys * heads.size].view(-1, heads.keys, heads.size),
+        )
+
+
+@dataclass(frozen=True)
+class AsEver(AtRest):
+    """Any coupling: queries and keys from one product, then its own forward pass."""
+
+    coupling: Coupling
+
+    def within(self, wide: Tensor) -> Callable[[], None]:
+        q, k = self.parted(wide)
+
+        def run() -> None:
+            for part, coupled in zip((q, k), self.coupling(q.flatten(1, 2)[None], k[None]), strict=True):
+                part.copy_(coupled.view(part.shape))
+
+        return run
+
+
+def plain(qk: FactorisedQK) -> tuple[Heads, Tensor, Tensor | None]:
+    """Both projections as one."""
+    bias = None if qk.q.bias is None else torch.cat((qk.q.bias, qk.k.bias)).detach()
+    return qk.heads, torch.cat((qk.q.weight, qk.k.weight)).detach(), bias
 
 
 @dataclass(frozen=True)
@@ -66,23 +96,38 @@ class LatentAtRest(AtRest):
     drifts: Tensor | None
     pulls: Tensor | None
 
-    def finish(self, wide: Tensor) -> tuple[Tensor, Tensor]:
+    def within(self, wide: Tensor) -> Callable[[], None]:
         groups, _, width = self.exit.shape
         count, latent = len(wide), self.exit.shape[1] // len(self.mixes)
-        tokens = wide[:, : groups * width].view(count, groups, width)
-        places = wide[:, groups * width :].view(count, groups, -1, latent)
-        if self.drifts is not None:
-            places = torch.lerp(places[:, :, :1], places[:, :, 1:], self.drifts)
-            if self.pulls is not None:
-                places += self.pulls
+        tokens = wide[:, : groups * width].view(count, groups, width).transpose(0, 1)
+        ends = wide[:, groups * width :].view(count, groups, -1, latent)
+        places = ends if self.drifts is None else wide.new_empty(count, groups, len(self.mixes), latent)
+        first, last = ends[:, :, :1], ends[:, :, 1:]
         kicks = places.view(count, groups, -1).transpose(0, 1)
-        for number, mix in enumerate(self.mixes):
-            place = kicks[..., number * latent : (number + 1) * latent]
-            if mix is not None:
-                place.baddbmm_(kicks[..., : number * latent], mix)
-            self.rule.kick_(place)
-        tokens.transpose(0, 1).baddbmm_(kicks, self.exit)
-        return self._parted(tokens)
+        stops = [
+            (mix, kicks[..., : number * latent], kicks[..., number * latent : (number + 1) * latent])
+            for number, mix in enumerate(self.mixes)
+        ]
+
+        def run() -> None:
+            if self.drifts is not None:
+                torch.lerp(first, last, self.drifts, out=places)
+                if self.pulls is not None:
+                    places.add_(self.pulls)
+            for mix, before, place in stops:
+                if mix is not None:
+                    place.baddbmm_(before, mix)
+                self.rule.kick_(place)
+            tokens.baddbmm_(kicks, self.exit)
+
+        return run
+
+    def parted(self, wide: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries of each group lie before its key."""
+        heads = self.heads
+        columns = (heads.queries + heads.keys) * heads.size
+        tokens = wide[:, :columns].view(-1, heads.keys, heads.group + 1, heads.size)
+        return tokens[:, :, :-1], tokens[:, :, -1]
 
 
 @torch.no_grad()
@@ -150,19 +195,20 @@ class AffineAtRest(AtRest):
     from_query: tuple[Tensor, Tensor | None]
     sizes: list[int]  # rows of the product that are queries, keys and latents
 
-    def finish(self, wide: Tensor) -> tuple[Tensor, Tensor]:
+    def within(self, wide: Tensor) -> Callable[[], None]:
         heads, parts = self.heads, wide.split(self.sizes, dim=1)
         counts = (heads.queries, heads.keys, heads.keys)
         q, k, u = (part.view(len(wide), n, -1).transpose(0, 1) for part, n in zip(parts, counts, strict=True))
-        for step in range(self.steps):
-            if step:
-                u = self._gathered(_affine(q, *self.from_query))
-            k = self._moved(k, F.silu(u), self.to_key)
-            spoken = F.silu(_affine(k, *self.from_key))
-            if heads.group > 1:  # (G, N, R·r) -> (H, N, r)
-                spoken = spoken.unflatten(-1, (heads.group, -1)).transpose(1, 2).flatten(0, 1)
-            q = self._moved(q, spoken, self.to_query)
-        return q.transpose(0, 1), k.transpose(0, 1)
+        heard = wide.new_empty(heads.keys, len(wide), self.from_key[0].shape[-1])
+        move_key, move_query = self._mover(k, *self.to_key), self._mover(q, *self.to_query)
+
+        def run() -> None:
+            for step in range(self.steps):
+                spoken = self._gathered(_affine(q, *self.from_query)) if step else u
+                move_key(F.silu(spoken, inplace=True))
+                move_query(self._shared_out(F.silu(_affine(k, *self.from_key, out=heard), inplace=True)))
+
+        return run
 
     def _gathered(self, u: Tensor) -> Tensor:
         """(H, N, r) -> (G, N, R·r)."""
@@ -170,12 +216,25 @@ class AffineAtRest(AtRest):
             return u
         return u.unflatten(0, (-1, self.heads.group)).transpose(1, 2).flatten(2)
 
-    def _moved(self, target: Tensor, latent: Tensor, rows: tuple[Tensor, Tensor | None]) -> Tensor:
-        scale, shift = _affine(latent, *rows).chunk(2, dim=-1)
-        bent = scale.tanh_()
-        if self.bound != 1:
-            bent *= self.bound
-        return torch.addcmul(shift, target, bent.exp_())
+    def _shared_out(self, u: Tensor) -> Tensor:
+        """(G, N, R·r) -> (H, N, r)."""
+        if self.heads.group == 1:
+            return u
+        return u.unflatten(-1, (self.heads.group, -1)).permute(0, 2, 1, 3).flatten(0, 1)
+
+    def _mover(self, target: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], None]:
+        """Scales and shifts `target` (heads, N, D) as latents say."""
+        said = target.new_empty(*target.shape[:2], weight.shape[-1])
+        scale, shift = said.chunk(2, dim=-1)
+
+        def move(latent: Tensor) -> None:
+            _affine(latent, weight, bias, out=said)
+            scale.tanh_()
+            if self.bound != 1:
+                scale.mul_(self.bound)
+            torch.addcmul(shift, target, scale.exp_(), out=target)
+
+        return move
 
 
 @torch.no_grad()
@@ -220,8 +279,10 @@ def affine_at_rest(coupling: Affine, qk: FactorisedQK) -> AffineAtRest:
     )
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.bmm(x, weight, out=out)
+    return torch.baddbmm(bias, x, weight, out=out)
 
 
 def _rows(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:

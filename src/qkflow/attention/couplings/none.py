@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings.at_rest import AtRest, plain
 from qkflow.attention.couplings.base import Coupling, Where, register
 from qkflow.attention.heads import Heads
 
@@ -28,6 +30,12 @@ class NoCoupling(Coupling):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
+
+    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        return qk(x, x)
+
+    def at_rest(self, qk: FactorisedQK) -> AtRest:
+        return AtRest(*plain(qk))
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
