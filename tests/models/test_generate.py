@@ -45,12 +45,17 @@ def test_cached_equals_uncached(options, batch):
     assert model.training
 
 
+@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "qk_norm": True}, {"kv_heads": 4, "rope": False}])
 @pytest.mark.parametrize("scoring", scorings.names())
-@pytest.mark.parametrize("coupling", couplings.names())
-def test_token_by_token_gives_the_models_own_logits(coupling, scoring):
-    model = small_model(attention={"coupling": coupling, "scoring": scoring}).eval()
+@pytest.mark.parametrize("coupling", [*couplings.names(), "leapfrog:n=3:bias=true", "affine:n=3:bias=true"])
+def test_token_by_token_gives_the_models_own_logits(coupling, scoring, options):
+    options = dict(options)
+    shape = {"kv_heads": options.pop("kv_heads")} if "kv_heads" in options else {}
+    model = small_model(attention={"coupling": coupling, "scoring": scoring, **options}, **shape).eval()
     ids = prompt(length=12)
     with torch.inference_mode():
+        for parameter in model.parameters():  # off the start, where some couplings do nothing yet
+            parameter += 0.02 * torch.randn_like(parameter)
         caches = model.new_caches(1, 12)
         model(ids[:, :6], caches=caches)
         decoder = TokenByToken(model, caches)
