@@ -8,6 +8,7 @@ is kept for the backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,10 +56,10 @@ class _Difference(ByHand):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
         out = _token_first(strength.expand(*strength.shape[:-1], v.shape[-1]))
-        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        keys, values, room = k.flatten(0, 1), v.flatten(0, 1), _Room(q)
         for rows, seen in _blocks(q.shape[-2]):
-            _, p = _weights(q, keys, rows, seen, scale)
-            w = _subtracted(p, strength[..., rows, :].flatten(0, 1))
+            _, p = _weights(q, keys, rows, seen, scale, room)
+            w = _subtracted(p, strength[..., rows, :].flatten(0, 1), room)
             out[..., rows, :] = torch.bmm(w, values[:, seen]).view(out[..., rows, :].shape)
         return out
 
@@ -71,26 +72,41 @@ class _Difference(ByHand):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, strength = ctx.saved_tensors
-        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        keys, values, room = k.flatten(0, 1), v.flatten(0, 1), _Room(q)
         to_q, to_strength = _token_first(q), torch.empty(strength.shape, dtype=q.dtype)
         to_k, to_v = torch.zeros_like(keys), torch.zeros_like(values)
         for rows, seen in _blocks(q.shape[-2]):
             share = strength[..., rows, :].flatten(0, 1)
             out = grad[..., rows, :].reshape(len(keys), -1, grad.shape[-1])
-            block, p = _weights(q, keys, rows, seen, ctx.scale)
-            to_v[:, seen].baddbmm_(_subtracted(p, share).transpose(1, 2), out)
-            to_w = torch.bmm(out, values[:, seen].transpose(1, 2)).view_as(p[:, :, 0])
-            first, second = p.unbind(2)
-            means = [torch.linalg.vecdot(to_w, one).unsqueeze(-1) for one in (first, second)]
-            to_strength[..., rows, :] = means[1].neg().view(to_strength[..., rows, :].shape)
-            first.mul_(to_w - means[0])
-            second.mul_(to_w.sub_(means[1]).mul_(-share))
+            block, p = _weights(q, keys, rows, seen, ctx.scale, room)
+            w = _subtracted(p, share, room)
+            to_v[:, seen].baddbmm_(w.transpose(1, 2), out)
+            to_w = torch.bmm(out, values[:, seen].transpose(1, 2), out=w).view_as(p[:, :, 0])
+            for one in p.unbind(2):
+                moved = torch.mul(to_w, one, out=room.take(2, *to_w.shape))
+                mean = moved.sum(dim=-1, keepdim=True)
+                torch.addcmul(moved, one, mean, value=-1, out=one)
+            to_strength[..., rows, :] = mean.neg().view(to_strength[..., rows, :].shape)
             to_scores = p.view(len(keys), -1, p.shape[-1])
-            to_q[..., rows, :] = (
-                torch.bmm(to_scores, keys[:, seen]).mul_(ctx.scale).view(to_q[..., rows, :].shape)
-            )
-            to_k[:, seen].baddbmm_(to_scores.transpose(1, 2), block, alpha=ctx.scale)
+            to_block = torch.bmm(to_scores, keys[:, seen]).mul_(ctx.scale).view(block.shape)
+            for vectors in (block, to_block):  # the second softmax counts by its share, and is taken away
+                vectors[:, :, 1].mul_(-share)
+            to_q[..., rows, :] = to_block.view(to_q[..., rows, :].shape)
+            to_k[:, seen].baddbmm_(to_scores.transpose(1, 2), block.view(len(keys), -1, block.shape[-1]))
         return to_q, to_k.view(k.shape), to_v.view(v.shape), to_strength, None
+
+
+class _Room:
+    """Memory that every block uses again: fresh memory costs more than what is computed in it."""
+
+    def __init__(self, q: Tensor) -> None:
+        batch, groups, each, _, length, size = q.shape
+        rows = batch * groups * each * min(BLOCK, length)
+        self.parts = [q.new_empty(rows * n) for n in (2 * length, length, length, 2 * size)]
+        self.future = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu_(1)
+
+    def take(self, part: int, *shape: int) -> Tensor:
+        return self.parts[part][: math.prod(shape)].view(shape)
 
 
 def _token_first(like: Tensor) -> Tensor:
@@ -107,17 +123,23 @@ def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
         yield slice(begin, end), slice(0, end)
 
 
-def _weights(q: Tensor, k: Tensor, rows: slice, seen: slice, scale: float) -> tuple[Tensor, Tensor]:
-    """A block's queries (N, R·2·rows, D) and its softmaxes (N, R, 2, rows, seen), N = B·G."""
-    block = q[..., rows, :].flatten(0, 1)
+def _weights(
+    q: Tensor, k: Tensor, rows: slice, seen: slice, scale: float, room: _Room
+) -> tuple[Tensor, Tensor]:
+    """A block's scaled queries (N, R, 2, rows, D) and its softmaxes (N, R, 2, rows, seen), N = B·G."""
+    cut = q[..., rows, :]
+    block = torch.mul(cut, scale, out=room.take(3, *cut.shape)).flatten(0, 1)
     count = block.shape[-2]
-    flat = block.reshape(len(k), -1, q.shape[-1])
-    scores = torch.bmm(flat, k[:, seen].transpose(1, 2)).view(*block.shape[:-1], -1)
-    future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
-    scores.mul_(scale)[..., rows.start :].masked_fill_(future, float("-inf"))
-    return flat, scores.softmax(dim=-1)
+    flat = block.view(len(k), -1, q.shape[-1])
+    scores = room.take(0, *flat.shape[:2], seen.stop)
+    torch.bmm(flat, k[:, seen].transpose(1, 2), out=scores)
+    scores = scores.view(*block.shape[:-1], -1)
+    scores[..., rows.start :].masked_fill_(room.future[:count, :count], float("-inf"))
+    return block, torch.softmax(scores, dim=-1, out=scores)
 
 
-def _subtracted(p: Tensor, share: Tensor) -> Tensor:
+def _subtracted(p: Tensor, share: Tensor, room: _Room) -> Tensor:
     """p₁ − share·p₂ as (N, R·rows, seen)."""
-    return torch.addcmul(p[:, :, 0], p[:, :, 1], share, value=-1).flatten(1, 2)
+    first, second = p[:, :, 0], p[:, :, 1]
+    w = room.take(1, *first.shape)
+    return torch.addcmul(first, second, share, value=-1, out=w).flatten(1, 2)
