@@ -63,6 +63,20 @@ def test_token_by_token_gives_the_models_own_logits(coupling, scoring, options):
         torch.testing.assert_close(found, model.logits(model(ids))[0, 6:], rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("slow", [{"ratio": 2}, {"ratio": 3, "gate": "vector", "inject": "each"}])
+def test_token_by_token_with_a_slow_path_that_is_heard(slow):
+    model = small_model(slow=slow, attention={"coupling": "leapfrog"}).eval()
+    ids = prompt(length=14)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+        caches = model.new_caches(1, 14)
+        model(ids[:, :5], caches=caches)
+        decoder = TokenByToken(model, caches)
+        found = torch.stack([decoder.logits(int(token)) for token in ids[0, 5:]])
+        torch.testing.assert_close(found, model.logits(model(ids))[0, 5:], rtol=1e-11, atol=1e-12)
+
+
 def test_prompts_of_different_lengths():
     model = small_model()
     short, long = prompt(length=3), prompt(length=7)

@@ -10,11 +10,11 @@ Coupling, scoring and cache are the model's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkflow.attention import Attention, KVCache
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
@@ -32,44 +32,72 @@ class TokenByToken:
         assert self.suits(model)
         self.model = model
         self.caches = [cache for cache in caches if isinstance(cache, KVCache)]
-        self.layers = [_Layer(block, model.config.norm_eps) for block in model.blocks]  # type: ignore[arg-type]
+        self.path = _Path(model.blocks, self.caches[0].capacity, model.config.norm_eps)
         self.eps = model.config.norm_eps
         self.output = _for_products(model.output_weight)
-        first: Attention = model.blocks[0].attention  # type: ignore[assignment]
-        capacity = self.caches[0].capacity
-        self.rotations = first.rotation_for(
-            model.embedding.weight.expand(capacity, -1, -1).transpose(0, 1)[:1]
-        )
+        if model.slow is not None:
+            assert isinstance(caches[-1], SlowCache)
+            self.slow_cache = caches[-1]
+            self.slow_path = _Path(model.slow.blocks, self.slow_cache.layers[0].capacity, self.eps)
 
     @staticmethod
     def suits(model: Decoder) -> bool:
         """Whether this way of decoding knows the model's parts and pays on its device."""
         weight = model.embedding.weight
-        quick = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
-        blocks: list[Block] = list(model.blocks)  # type: ignore[arg-type]
+        blocks = [*model.blocks, *(model.slow.blocks if model.slow is not None else [])]
         return (
-            quick
-            and model.slow is None
-            and all(
-                isinstance(block.attention.qk, FactorisedQK)
-                and isinstance(block.attention.ov, FactorisedOV)
-                and block.attention.qk.plain
-                and block.attention.qk.q.bias is None
-                for block in blocks
-            )
+            weight.device.type == "cpu"
+            and weight.dtype in (torch.float32, torch.float64)
+            and all(_known(block.attention) for block in blocks)
         )
 
     def logits(self, token: int) -> Tensor:
         """Logits (V,) of what follows `token`, which is read into the caches."""
         x = self.model.embedding.weight[token]
-        position = self.caches[0].length
+        x = self.path(x, self.caches, self._injection(x))
+        return torch.mv(self.output, x * self.model.norm.weight).mul_(_scale(x, self.eps))
+
+    def _injection(self, x: Tensor) -> Callable[[Tensor, int], Tensor] | None:
+        """What the slow path adds before each layer; its layers run when x completes a block."""
+        slow = self.model.slow
+        if slow is None:
+            return None
+        mean = self.slow_cache.push(x.view(1, 1, -1))
+        if mean.shape[1]:
+            y = self.slow_path(mean.view(-1), self.slow_cache.layers)
+            self.slow_cache.keep(slow.phi(y.view(1, 1, -1)))
+        heard = self.slow_cache.heard(1).view(-1)
+        return lambda x, layer: slow.inject(x, heard, layer)
+
+
+def _known(attention: Attention) -> bool:
+    qk, ov = attention.qk, attention.ov
+    if not (isinstance(qk, FactorisedQK) and isinstance(ov, FactorisedOV)):
+        return False
+    return qk.plain and qk.q.bias is None
+
+
+class _Path:
+    """Blocks that a token passes one after the other."""
+
+    def __init__(self, blocks: nn.ModuleList, capacity: int, eps: float) -> None:
+        self.layers = [_Layer(block, eps) for block in blocks]  # type: ignore[arg-type]
+        first = self.layers[0].attention
+        self.rotations = first.rotation_for(self.layers[0].norm.expand(1, capacity, -1))
+
+    def __call__(
+        self, x: Tensor, caches: list[KVCache], inject: Callable[[Tensor, int], Tensor] | None = None
+    ) -> Tensor:
+        position = caches[0].length
         rotation = None
         if self.rotations is not None:
             cos, sin = self.rotations
             rotation = cos[position], sin[position]
-        for layer, cache in zip(self.layers, self.caches, strict=True):
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if inject is not None:
+                x = inject(x, number)
             x = layer.forward(x, rotation, cache)
-        return torch.mv(self.output, x * self.model.norm.weight).mul_(_scale(x, self.eps))
+        return x
 
 
 class _Layer:
