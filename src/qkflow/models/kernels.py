@@ -67,6 +67,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGLU(ByHand):
+    """With σ = sigmoid(gate) and a = gate·σ, the gradient of a with respect to gate is σ − a·σ + a."""
+
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
@@ -79,4 +81,7 @@ class _SwiGLU(ByHand):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        slope = torch.sigmoid(gate)
+        a = gate * slope
+        slope.addcmul_(a, slope, value=-1).add_(a)
+        return slope.mul_(up).mul_(grad), a.mul_(grad)
