@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(ByHand):
-    """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w) − x·r³·⟨g⊙w, x⟩/D and dw = Σ r·(g⊙x)."""
+    """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w − x·r²·⟨g⊙w, x⟩/D) and dw = Σ r·(g⊙x)."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -54,8 +54,9 @@ class _RMSNorm(ByHand):
         product = (grad * x).reshape(-1, size)
         grad_weight = torch.mv(product.t(), r.reshape(-1))
         dot = torch.mv(product, weight).reshape(r.shape)
-        pull = r.pow(3).mul_(dot).div_(-size)
-        return torch.mul(grad, weight).mul_(r).addcmul_(x, pull), grad_weight, None
+        pull = dot.mul_(r).mul_(r).div_(-size)
+        room = product.view(x.shape)  # its numbers have been used
+        return torch.mul(grad, weight, out=room).addcmul_(x, pull).mul_(r), grad_weight, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
