@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ class ByHand(torch.autograd.Function):
     `apply` takes tens of microseconds before anything is computed, which a model that writes one token at a
     time would feel in every layer. Subclasses keep `forward` free of the context, which `setup_context` gets.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # `apply` asks for it each time, and working it out takes longer than all else that `apply` does
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
 
     @classmethod
     def call(cls, *inputs: Any) -> Any:

@@ -13,7 +13,8 @@ from torch import Tensor
 from qkflow.by_hand import ByHand
 from qkflow.errors import InputError, unknown
 
-Rotation = tuple[Tensor, Tensor]  # cos, sin: (T, 1, D/2) or (B, T, 1, D/2)
+# cos of each pair's angle for both of its members, and sin, negative for the first: (T, 1, D) or (B, T, 1, D)
+Rotation = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,11 @@ class Rotary:
         return theta
 
     def rotation(self, positions: Tensor, size: int, dtype: torch.dtype) -> Rotation:
-        """cos and sin for `positions` of shape (T,) or (B, T)."""
+        """The turn of `positions` of shape (T,) or (B, T)."""
         theta = self.frequencies(size, positions.device)
         angles = (positions.to(theta.dtype)[..., None] * theta).unsqueeze(-2)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     @classmethod
     def of(cls, value: Rotary | dict[str, Any] | bool | None) -> Rotary | None:
@@ -91,12 +93,18 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 def rotate_reference(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def rotate_(x: Tensor, rotation: Rotation) -> None:
+    """In place, where nothing is to be differentiated."""
+    cos, sin = rotation
+    other = x.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
+    x.mul_(cos).add_(other)
 
 
 class _Rotate(ByHand):
-    """Two passes over memory instead of six, and nothing of x kept for the backward pass."""
+    """Three passes over memory, and nothing of x kept for the backward pass."""
 
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,19 +127,4 @@ class _Rotate(ByHand):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    turn_halves(halves(x), halves(out), cos, sin)
-    return out
-
-
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
-
-
-def turn_halves(x: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor) -> None:
-    """Put the turned halves of x into those of `out`, which lie elsewhere in memory."""
-    torch.mul(x[0], cos, out=out[0])
-    out[0].addcmul_(x[1], sin, value=-1)
-    torch.mul(x[1], cos, out=out[1])
-    out[1].addcmul_(x[0], sin)
+    return x.roll(x.shape[-1] // 2, dims=-1).mul_(sin).addcmul_(x, cos)

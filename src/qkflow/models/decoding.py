@@ -20,7 +20,7 @@ from qkflow.attention import Attention, KVCache
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
 from qkflow.attention.couplings.at_rest import AsEver, plain
 from qkflow.attention.masks import Mask
-from qkflow.attention.rotary import Rotation, halves, turn_halves
+from qkflow.attention.rotary import Rotation, rotate_
 from qkflow.models.decoder import Block, Decoder
 from qkflow.timescale.cache import SlowCache
 
@@ -125,11 +125,8 @@ class _Layer:
         self.v = self.wide[-values:].view(1, 1, heads.values, heads.value_size)
         self.projected, self.bias = self.wide[:-values], at_rest.bias
         self.couple = at_rest.within(self.projected[None])
-        self.straight = at_rest.parted(self.projected[None])
-        vectors = self.wide[: (heads.queries + heads.keys) * heads.size].view(-1, heads.size)
-        turned = torch.empty_like(vectors) if attention.rope is not None else vectors
-        self.halves, self.turned_halves = halves(vectors), halves(turned)
-        self.q, self.k = at_rest.parted(turned.view(1, -1))
+        self.q, self.k = at_rest.parted(self.projected[None])
+        self.vectors = self.wide[: (heads.queries + heads.keys) * heads.size].view(-1, heads.size)
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
         x = torch.addmv(x, self.o, self._attend(x, rotation, cache))
@@ -149,10 +146,10 @@ class _Layer:
             self.projected += self.bias
         self.couple()
         if attention.q_norm is not None and attention.k_norm is not None:
-            for part, norm in zip(self.straight, (attention.q_norm, attention.k_norm), strict=True):
-                part.copy_(norm(part))
+            self.q.copy_(attention.q_norm(self.q))
+            self.k.copy_(attention.k_norm(self.k))
         if rotation is not None:
-            turn_halves(self.halves, self.turned_halves, *rotation)
+            rotate_(self.vectors, rotation)
         keys, values = cache.append(self.k[None], self.v)
         length = keys.shape[1]
         mask = Mask() if attention.window is None else attention.mask_for(1, length, device=x.device)

@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(ByHand):
-    """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w) − x·r³·⟨g⊙w, x⟩/D and dw = Σ r·(g⊙x)."""
+    """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w − x·r²·⟨g⊙w, x⟩/D) and dw = Σ r·(g⊙x)."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -54,8 +54,9 @@ class _RMSNorm(ByHand):
         product = (grad * x).reshape(-1, size)
         grad_weight = torch.mv(product.t(), r.reshape(-1))
         dot = torch.mv(product, weight).reshape(r.shape)
-        pull = r.pow(3).mul_(dot).div_(-size)
-        return torch.mul(grad, weight).mul_(r).addcmul_(x, pull), grad_weight, None
+        pull = dot.mul_(r).mul_(r).div_(-size)
+        room = product.view(x.shape)  # its numbers have been used
+        return torch.mul(grad, weight, out=room).addcmul_(x, pull).mul_(r), grad_weight, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -67,6 +68,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGLU(ByHand):
+    """With σ = sigmoid(gate) and a = gate·σ, the gradient of a with respect to gate is σ − a·σ + a."""
+
     @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
@@ -79,4 +82,7 @@ class _SwiGLU(ByHand):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+        slope = torch.sigmoid(gate)
+        a = gate * slope
+        slope.addcmul_(a, slope, value=-1).add_(a)
+        return slope.mul_(up).mul_(grad), a.mul_(grad)
