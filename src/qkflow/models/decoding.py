@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qkflow.attention import Attention, KVCache
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
-from qkflow.attention.couplings.at_rest import AtRest
+from qkflow.attention.couplings.at_rest import AtRest, for_products
 from qkflow.attention.masks import Mask
 from qkflow.attention.rotary import Rotation, rotate_reference
 from qkflow.models.decoder import Block, Decoder
@@ -35,7 +35,7 @@ class TokenByToken:
         self.caches = [cache for cache in caches if isinstance(cache, KVCache)]
         self.layers = [_Layer.of(block, model.config.norm_eps) for block in model.blocks]  # type: ignore[arg-type]
         self.eps = model.config.norm_eps
-        self.output = _for_products(model.output_weight)
+        self.output = for_products(model.output_weight)
         first: Attention = model.blocks[0].attention  # type: ignore[assignment]
         capacity = self.caches[0].capacity
         self.rotations = first.rotation_for(
@@ -101,13 +101,13 @@ class _Layer:
             attention,
             at_rest,
             block.attention_norm.weight,
-            _for_products(torch.cat([*queries_and_keys, ov.v.weight])),
+            for_products(torch.cat([*queries_and_keys, ov.v.weight])),
             None if at_rest is None else at_rest.bias,
-            _for_products(ov.o.weight),
+            for_products(ov.o.weight),
             block.feed_forward_norm.weight,
-            _for_products(into),
+            for_products(into),
             ff.gate is not None,
-            _for_products(ff.down.weight),
+            for_products(ff.down.weight),
             eps,
         )
 
@@ -149,7 +149,7 @@ class _Layer:
             if self.bias is not None:
                 projected += self.bias
             q, k = self.at_rest.finish(projected[None])
-            return q[None], k[None]
+            return q.view(1, 1, -1, heads.size), k.view(1, 1, -1, heads.size)
         q, k = projected.split((heads.queries * heads.size, heads.keys * heads.size))
         coupled: tuple[Tensor, Tensor] = self.attention.coupling(
             q.view(1, 1, heads.queries, heads.size), k.view(1, 1, heads.keys, heads.size)
@@ -160,13 +160,3 @@ class _Layer:
 def _scale(x: Tensor, eps: float) -> float:
     """What RMSNorm multiplies x with, its weight aside."""
     return 1 / math.sqrt(torch.dot(x, x).item() / len(x) + eps)
-
-
-def _for_products(weight: Tensor) -> Tensor:
-    """The matrix, laid out in memory so that its product with a vector is quick.
-
-    Row by row the kernel makes one sum after the other, which for short rows never gets going; a matrix with
-    more rows than columns is better stored column by column.
-    """
-    weight = weight.detach()
-    return weight.t().contiguous().t() if weight.shape[0] > weight.shape[1] else weight.contiguous()

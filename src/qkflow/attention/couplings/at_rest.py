@@ -1,9 +1,9 @@
 """Couplings at rest: in inference weights stand still, so products of them are made once.
 
 One token passes through a layer in a few hundred microseconds, most of them spent on reading weights; every
-small operation counts. So one product with a prepared matrix yields queries, keys and all latents, with the
-drift, the step sizes and every bias inside it. Queries and keys of a group lie side by side, and the
-trajectory ends with one batched product that is added to both in place.
+small operation counts, even one that only looks at a tensor in another way. So one product with a prepared
+matrix yields queries, keys and all latents, with the drift, the step sizes and every bias inside it, and the
+coupling changes them where they lie. The queries of a group are one long vector to it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qkflow.attention.circuits import FactorisedQK
     from qkflow.attention.couplings.affine import Affine
     from qkflow.attention.couplings.base import HeadNetworks
+    from qkflow.attention.couplings.drift import Drift
     from qkflow.attention.couplings.latent import LatentCoupling
     from qkflow.attention.couplings.trajectory import Rule
 
@@ -35,54 +36,75 @@ class AtRest:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The coupled (q, k) of tokens x (B, T, width)."""
+        heads, (batch, length, _) = self.heads, x.shape
         wide = F.linear(x, self.projection, self.bias)
-        q, k = self.finish(wide.view(-1, wide.shape[-1]))
-        return q.unflatten(0, x.shape[:2]), k.unflatten(0, x.shape[:2])
+        q, k = self.finish(wide.view(batch * length, -1))
+        shape = (batch, length, -1, heads.size)
+        return q.view(shape), k.view(shape)
 
     def finish(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, H, D) and (N, G, D) from the product (N, rows), which is used up."""
+        """(N, H·D) and (N, G·D) from the product (N, rows), which is used up."""
+        queries, keys = self.heads.queries * self.heads.size, self.heads.keys * self.heads.size
+        latents = wide.shape[1] - queries - keys
+        if latents:
+            q, k = self._by_group(wide, 0, queries), self._by_group(wide, queries, keys)
+            self.couple_(q, k, self._by_group(wide, queries + keys, latents))
+        q, k, _ = wide.split_with_sizes((queries, keys, latents), dim=1)
+        return q, k
+
+    def couple_(self, q: Tensor, k: Tensor, latents: Tensor) -> None:
+        """Couple (G, N, R·D) and (G, N, D) in place, with the latents (G, N, …) that the product gave."""
         raise NotImplementedError
 
-    def _parted(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k from (N, G, (R+1)·D): the queries of each group, then its key."""
-        heads = self.heads
-        q = tokens[..., : -heads.size].reshape(len(tokens), heads.queries, heads.size)
-        return q, tokens[..., -heads.size :]
+    def _by_group(self, wide: Tensor, start: int, width: int) -> Tensor:
+        """`width` columns of the product from `start` on, by group: (G, N, …), the product itself."""
+        groups = self.heads.keys
+        size, offset = width // groups, wide.storage_offset() + start
+        return wide.as_strided((groups, len(wide), size), (size, wide.stride(0), 1), offset)
+
+
+@torch.no_grad()
+def drift_at_rest(coupling: Drift, qk: FactorisedQK) -> AtRest:
+    """The drift is linear, so the product is all there is."""
+    weight, bias = qk.drifted(coupling.steps * coupling.step.per_head())
+    together = None if bias is None else torch.cat((bias, qk.k.bias))
+    return AtRest(coupling.heads, for_products(torch.cat((weight, qk.k.weight))), together)
 
 
 @dataclass(frozen=True)
 class LatentAtRest(AtRest):
     """The trajectory of `latent`, tokens first. The place u_j is moved by the kicks before it.
 
-    exit    what the kicks at all places add to a group's queries and key (G, places·ρ, (R+1)·D)
+    to_key  what the kicks at all places add to a group's key (G, places·ρ, D)
+    to_query  and to its queries (G, places·ρ, R·D), if anything
     mixes   by place, what the kicks before it add to u (G, j·ρ, ρ)
     drifts  0, 1, …, one a place, where there are more than the two that the product yields
-    pulls   what b2 adds to u by then (G, places, ρ)
+    pulls   what b2 adds to u by then (G, 1, places, ρ)
     """
 
     rule: Rule
-    exit: Tensor
+    to_key: Tensor
+    to_query: Tensor | None
     mixes: list[Tensor | None]
     drifts: Tensor | None
     pulls: Tensor | None
 
-    def finish(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        groups, _, width = self.exit.shape
-        count, latent = len(wide), self.exit.shape[1] // len(self.mixes)
-        tokens = wide[:, : groups * width].view(count, groups, width)
-        places = wide[:, groups * width :].view(count, groups, -1, latent)
+    def couple_(self, q: Tensor, k: Tensor, latents: Tensor) -> None:
+        kicks, latent = latents, self.to_key.shape[1] // len(self.mixes)
         if self.drifts is not None:
-            places = torch.lerp(places[:, :, :1], places[:, :, 1:], self.drifts)
+            ends = latents.unflatten(2, (2, latent))
+            places = torch.lerp(ends[:, :, :1], ends[:, :, 1:], self.drifts)
             if self.pulls is not None:
                 places += self.pulls
-        kicks = places.view(count, groups, -1).transpose(0, 1)
+            kicks = places.flatten(2)
         for number, mix in enumerate(self.mixes):
-            place = kicks[..., number * latent : (number + 1) * latent]
+            place = kicks.narrow(2, number * latent, latent)
             if mix is not None:
-                place.baddbmm_(kicks[..., : number * latent], mix)
+                place.baddbmm_(kicks.narrow(2, 0, number * latent), mix)
             self.rule.kick_(place)
-        tokens.transpose(0, 1).baddbmm_(kicks, self.exit)
-        return self._parted(tokens)
+        k.baddbmm_(kicks, self.to_key)
+        if self.to_query is not None:
+            q.baddbmm_(kicks, self.to_query)
 
 
 @torch.no_grad()
@@ -105,8 +127,8 @@ def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
         _add_bias(keys, rule.steps * w.bias.unsqueeze(-1))
         if rule.moves == 1:
             _add_bias(latents[1], rule.reach(1) * w.pull)
-    tokens = torch.cat((queries, keys), dim=1).flatten(0, 1)
-    everything = torch.cat((tokens, torch.cat(latents, dim=1).flatten(0, 1)))
+    parts = (queries, keys, torch.cat(latents, dim=1))
+    everything = torch.cat([part.flatten(0, 1) for part in parts])
     biased = any(part is not None for part in (qk.q.bias, w.b1, w.bias))
 
     more = rule.moves > 1
@@ -116,112 +138,113 @@ def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
     back = w.mix.transpose(1, 2)
     return LatentAtRest(
         heads,
-        everything[:, :-1].contiguous(),
+        for_products(everything[:, :-1]),
         everything[:, -1].contiguous() if biased else None,
         rule,
-        exit=torch.cat(
-            [
-                torch.cat((area * to_query, kick * w.exit_k), dim=-1)
-                for area, kick in zip(rule.areas(rule.steps), rule.kicks(), strict=True)
-            ],
-            dim=1,
-        ),
+        to_key=torch.cat([kick * w.exit_k for kick in rule.kicks()], dim=1),
+        to_query=_stacked(rule.areas(rule.steps), to_query),
         mixes=[_stacked(rule.areas(place)[:place], back) for place in range(rule.moves + 1)],
         drifts=numbers[:, None] if more else None,
-        pulls=reaches[:, None] * w.pull.transpose(1, 2) if more and w.pull is not None else None,
+        pulls=(reaches[:, None] * w.pull.transpose(1, 2)).unsqueeze(1)
+        if more and w.pull is not None
+        else None,
     )
+
+
+Rows = tuple[Tensor, Tensor | None]  # a matrix a group, and its bias
 
 
 @dataclass(frozen=True)
 class AffineAtRest(AtRest):
     """The affine coupling, tokens first; the first latents come out of the projection.
 
-    to_key      scale and shift that a group's latents give its key (G, ρ, 2D); its biases (G, 1, 2D)
-    from_key    W1 of what listens to a key (G, D, R·r); its biases (G, 1, R·r)
-    to_query    scale and shift of each query (H, r, 2D), and biases
-    from_query  W1 of what listens to a query (H, D, r), and biases: for steps after the first
+    Each query has a network of its own, so the matrices of a group are block diagonal: some zeros are
+    multiplied, and nothing has to be rearranged.
+
+    to_key      scale and shift that a group's latents give its key, each (G, ρ, D) and (G, 1, D)
+    from_key    W1 of what listens to a key (G, D, ρ) and its bias (G, 1, ρ)
+    to_query    scale and shift of a group's queries, each (G, ρ, R·D) and (G, 1, R·D)
+    from_query  W1 of what listens to the queries (G, R·D, ρ) and its bias: for steps after the first
     """
 
     steps: int
     bound: float
-    to_key: tuple[Tensor, Tensor | None]
-    from_key: tuple[Tensor, Tensor | None]
-    to_query: tuple[Tensor, Tensor | None]
-    from_query: tuple[Tensor, Tensor | None]
-    sizes: list[int]  # rows of the product that are queries, keys and latents
+    to_key: tuple[Rows, Rows]
+    from_key: Rows
+    to_query: tuple[Rows, Rows]
+    from_query: Rows
 
-    def finish(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        heads, parts = self.heads, wide.split(self.sizes, dim=1)
-        counts = (heads.queries, heads.keys, heads.keys)
-        q, k, u = (part.view(len(wide), n, -1).transpose(0, 1) for part, n in zip(parts, counts, strict=True))
+    def couple_(self, q: Tensor, k: Tensor, latents: Tensor) -> None:
         for step in range(self.steps):
-            if step:
-                u = self._gathered(_affine(q, *self.from_query))
-            k = self._moved(k, F.silu(u), self.to_key)
-            spoken = F.silu(_affine(k, *self.from_key))
-            if heads.group > 1:  # (G, N, R·r) -> (H, N, r)
-                spoken = spoken.unflatten(-1, (heads.group, -1)).transpose(1, 2).flatten(0, 1)
-            q = self._moved(q, spoken, self.to_query)
-        return q.transpose(0, 1), k.transpose(0, 1)
+            u = _affine(q, self.from_query) if step else latents
+            self._move(k, F.silu(u), *self.to_key)
+            self._move(q, F.silu(_affine(k, self.from_key)), *self.to_query)
 
-    def _gathered(self, u: Tensor) -> Tensor:
-        """(H, N, r) -> (G, N, R·r)."""
-        if self.heads.group == 1:
-            return u
-        return u.unflatten(0, (-1, self.heads.group)).transpose(1, 2).flatten(2)
-
-    def _moved(self, target: Tensor, latent: Tensor, rows: tuple[Tensor, Tensor | None]) -> Tensor:
-        scale, shift = _affine(latent, *rows).chunk(2, dim=-1)
-        bent = scale.tanh_()
+    def _move(self, target: Tensor, latent: Tensor, scale: Rows, shift: Rows) -> None:
+        """target⊙exp(bound·tanh(s)) + t, in place."""
+        bent = _affine(latent, scale).tanh_()
         if self.bound != 1:
             bent *= self.bound
-        return torch.addcmul(shift, target, bent.exp_())
+        target.mul_(bent.exp_()).baddbmm_(latent, shift[0])
+        if shift[1] is not None:
+            target += shift[1]
 
 
 @torch.no_grad()
 def affine_at_rest(coupling: Affine, qk: FactorisedQK) -> AffineAtRest:
     heads, speaks, hears = coupling.heads, coupling.from_query, coupling.from_key
-    groups, share = heads.keys, 1 / heads.group
-    w1 = speaks.per_head(speaks.w1)
-    b1 = None if speaks.b1 is None else speaks.per_head(speaks.b1)
+    groups, group = heads.keys, heads.group
+
+    def by_query(parameter: Tensor) -> Tensor:
+        """(H or 1, …) -> (G, R, …)."""
+        return parameter.expand(heads.queries, *parameter.shape[1:]).unflatten(0, (groups, group))
+
+    def row(bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.flatten(1).unsqueeze(1)
+
+    def said(network: HeadNetworks, to_key: bool) -> tuple[Rows, Rows]:
+        """Scale and shift: a key hears the mean of its group, a query its own network."""
+        parts = []
+        biases = (None, None) if network.b2 is None else by_query(network.b2).chunk(2, dim=-1)
+        for matrix, bias in zip(by_query(network.w2).transpose(2, 3).chunk(2, dim=-1), biases, strict=True):
+            if to_key:
+                mean = None if bias is None else bias.mean(1, keepdim=True)
+                parts.append((matrix.flatten(1, 2) / group, mean))
+            else:
+                parts.append((_block_diagonal(matrix), row(bias)))
+        return parts[0], parts[1]
+
+    w1, b1 = by_query(speaks.w1), None if speaks.b1 is None else by_query(speaks.b1)
+    inner = None if hears.b1 is None else by_query(hears.b1)
     query, key = _rows(qk.q.weight, qk.q.bias, groups), _rows(qk.k.weight, qk.k.bias, groups)
-    latent = _through(w1, qk.q.weight, qk.q.bias, groups)
+    latent = _through(w1.flatten(0, 1), qk.q.weight, qk.q.bias, groups)
     if b1 is not None:
         _add_bias(latent, b1.reshape(groups, -1, 1))
-    parts = [part.flatten(0, 1) for part in (query, key, latent)]
-    everything = torch.cat(parts)
-
-    def rows(network: HeadNetworks, group: int, share: float) -> tuple[Tensor, Tensor | None]:
-        joined = share * network.per_head(network.w2).transpose(1, 2)
-        joined = joined.reshape(len(joined) // group, -1, joined.shape[-1])
-        if network.b2 is None:
-            return joined, None
-        said = share * network.per_head(network.b2)
-        return joined, said.view(-1, group, 1, said.shape[-1]).sum(1)
-
-    def ears(network: HeadNetworks, group: int) -> tuple[Tensor, Tensor | None]:
-        inner = network.per_head(network.w1)
-        matrix = inner.reshape(len(inner) // group, -1, inner.shape[-1]).transpose(1, 2).contiguous()
-        if network.b1 is None:
-            return matrix, None
-        return matrix, network.per_head(network.b1).reshape(len(matrix), 1, -1)
-
+    everything = torch.cat([part.flatten(0, 1) for part in (query, key, latent)])
     return AffineAtRest(
         heads,
-        everything[:, :-1].contiguous(),
+        for_products(everything[:, :-1]),
         everything[:, -1].contiguous() if qk.q.bias is not None or b1 is not None else None,
         coupling.steps,
         coupling.bound,
-        to_key=rows(speaks, heads.group, share),
-        from_key=ears(hears, heads.group),
-        to_query=rows(hears, 1, 1.0),
-        from_query=ears(speaks, 1),
-        sizes=[len(part) for part in parts],
+        to_key=said(speaks, to_key=True),
+        from_key=(by_query(hears.w1).flatten(1, 2).transpose(1, 2).contiguous(), row(inner)),
+        to_query=said(hears, to_key=False),
+        from_query=(_block_diagonal(w1.transpose(2, 3)), row(b1)),
     )
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias, x, weight)
+def _block_diagonal(blocks: Tensor) -> Tensor:
+    """(G, R, a, b) -> (G, R·a, R·b)."""
+    groups, count, a, b = blocks.shape
+    out = blocks.new_zeros(groups, count, a, count, b)
+    out.diagonal(dim1=1, dim2=3).copy_(blocks.movedim(1, -1))
+    return out.view(groups, count * a, count * b)
+
+
+def _affine(x: Tensor, rows: Rows) -> Tensor:
+    matrix, bias = rows
+    return torch.bmm(x, matrix) if bias is None else torch.baddbmm(bias, x, matrix)
 
 
 def _rows(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -241,6 +264,16 @@ def _add_bias(rows: Tensor, bias: Tensor | None) -> None:
         rows[..., -1:] += bias
 
 
-def _stacked(areas: list[float], back: Tensor) -> Tensor | None:
-    """Mixing matrices of the kicks before a place, one below the other; None where none of them counts."""
-    return torch.cat([area * back for area in areas], dim=1) if any(areas) else None
+def _stacked(shares: list[float], matrix: Tensor) -> Tensor | None:
+    """What the kicks at some places do, one below the other; None where none of them counts."""
+    return torch.cat([share * matrix for share in shares], dim=1) if any(shares) else None
+
+
+def for_products(weight: Tensor) -> Tensor:
+    """The matrix, laid out in memory so that its product with a vector is quick.
+
+    Row by row the kernel makes one sum after the other, which for short rows never gets going; a matrix with
+    more rows than columns is better stored column by column.
+    """
+    weight = weight.detach()
+    return weight.t().contiguous().t() if weight.shape[0] > weight.shape[1] else weight.contiguous()

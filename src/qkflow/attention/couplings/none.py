@@ -29,6 +29,9 @@ class NoCoupling(Coupling):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
+    def idle(self) -> bool:
+        return True
+
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
