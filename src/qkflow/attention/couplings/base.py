@@ -79,8 +79,8 @@ class Coupling(nn.Module):
 
     def passes_by(self) -> bool:
         """Whether inference may go on as if this coupling were not there: it is idle, and at rest."""
-        if not self.identity_at_start or not self._may_rest():
-            return False
+        if not self.identity_at_start or not self._may_rest() or "_kept" in self.__dict__:
+            return False  # what was prepared was prepared for a coupling that is not idle
         kept: _Kept[bool] | None = self.__dict__.get("_kept_idle")
         if kept is None or not kept.holds((self,)):
             kept = self.__dict__["_kept_idle"] = _Kept(self.idle(), (self,))
