@@ -50,6 +50,9 @@ class CoupledAttention(nn.Module):
     coupling_plan: Plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        coupling = self._modules["coupling"]
+        if isinstance(coupling, Coupling) and coupling.passes_by():
+            return self.original.forward(self, *args, **kwargs)
         view = (SeparateView if self.coupling_plan.layout is None else FusedView)(self)
         out = self.original.forward(view, *args, **kwargs)
         view.finish()
@@ -203,7 +206,7 @@ def uncouple_layer(layer: CoupledAttention) -> None:
 def _circuit(site: Site, part: nn.Module) -> FactorisedQK | None:
     """The layer's own projections as a circuit of ours, for couplings that use products of their weights."""
     q, k = site.module.get_submodule(site.q), site.module.get_submodule(site.k)
-    if getattr(type(part), "from_input", None) is Coupling.from_input:
+    if not isinstance(part, Coupling):
         return None
     if site.layout is not None or not isinstance(q, nn.Linear) or not isinstance(k, nn.Linear):
         return None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qkflow.attention import Attention, KVCache
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
-from qkflow.attention.couplings.at_rest import AsEver, plain
+from qkflow.attention.couplings.at_rest import AsEver, for_products, plain
 from qkflow.attention.masks import Mask
 from qkflow.attention.rotary import Rotation, rotate_
 from qkflow.models.decoder import Block, Decoder
@@ -34,7 +34,7 @@ class TokenByToken:
         self.caches = [cache for cache in caches if isinstance(cache, KVCache)]
         self.path = _Path(model.blocks, self.caches[0].capacity, model.config.norm_eps)
         self.eps = model.config.norm_eps
-        self.output = _for_products(model.output_weight)
+        self.output = for_products(model.output_weight)
         if model.slow is not None:
             assert isinstance(caches[-1], SlowCache)
             self.slow_cache = caches[-1]
@@ -115,17 +115,18 @@ class _Layer:
         at_rest = attention.coupling.at_rest(qk) or AsEver(*plain(qk), attention.coupling)
         self.attention, self.eps = attention, eps
         self.norm, self.feed_forward_norm = block.attention_norm.weight, block.feed_forward_norm.weight
-        self.qkv = _for_products(torch.cat([at_rest.projection, ov.v.weight]))
-        self.o, self.down = _for_products(ov.o.weight), _for_products(ff.down.weight)
+        self.qkv = for_products(torch.cat([at_rest.projection, ov.v.weight]))
+        self.o, self.down = for_products(ov.o.weight), for_products(ff.down.weight)
         self.gated = ff.gate is not None
-        self.into = _for_products(torch.cat([ff.gate.weight, ff.up.weight]) if ff.gate else ff.up.weight)
+        self.into = for_products(torch.cat([ff.gate.weight, ff.up.weight]) if ff.gate else ff.up.weight)
 
         self.wide = self.qkv.new_empty(len(self.qkv))
         values = heads.values * heads.value_size
         self.v = self.wide[-values:].view(1, 1, heads.values, heads.value_size)
         self.projected, self.bias = self.wide[:-values], at_rest.bias
         self.couple = at_rest.within(self.projected[None])
-        self.q, self.k = at_rest.parted(self.projected[None])
+        q, k = at_rest.parted(self.projected[None])
+        self.q, self.k = (part.view(1, 1, -1, heads.size) for part in (q, k))
         self.vectors = self.wide[: (heads.queries + heads.keys) * heads.size].view(-1, heads.size)
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
@@ -150,11 +151,11 @@ class _Layer:
             self.k.copy_(attention.k_norm(self.k))
         if rotation is not None:
             rotate_(self.vectors, rotation)
-        keys, values = cache.append(self.k[None], self.v)
+        keys, values = cache.append(self.k, self.v)
         length = keys.shape[1]
         mask = Mask() if attention.window is None else attention.mask_for(1, length, device=x.device)
-        q, x = self.q.flatten(1, 2)[None], x.view(1, 1, -1)
-        out = attention.scoring(q, keys, values, mask=mask, scale=attention.scale, dropout=0.0, x=x)
+        x = x.view(1, 1, -1)
+        out = attention.scoring(self.q, keys, values, mask=mask, scale=attention.scale, dropout=0.0, x=x)
         gathered: Tensor = out.reshape(-1)
         return gathered
 
@@ -162,13 +163,3 @@ class _Layer:
 def _scale(x: Tensor, eps: float) -> float:
     """What RMSNorm multiplies x with, its weight aside."""
     return 1 / math.sqrt(torch.dot(x, x).item() / len(x) + eps)
-
-
-def _for_products(weight: Tensor) -> Tensor:
-    """The matrix, laid out in memory so that its product with a vector is quick.
-
-    Row by row the kernel makes one sum after the other, which for short rows never gets going; a matrix with
-    more rows than columns is better stored column by column.
-    """
-    weight = weight.detach()
-    return weight.t().contiguous().t() if weight.shape[0] > weight.shape[1] else weight.contiguous()

@@ -85,6 +85,10 @@ class Affine(Coupling):
     def at_rest(self, qk: FactorisedQK) -> AtRest:
         return affine_at_rest(self, qk)
 
+    def idle(self) -> bool:
+        said = [p for network in (self.from_query, self.from_key) for p in (network.w2, network.b2)]
+        return not any(bool(p.any()) for p in said if p is not None)
+
     def _conditioners(self) -> tuple[_Conditioner, _Conditioner]:
         group = self.heads.group
         to_key = _Conditioner.of(self.from_query, self.heads.queries, group, 1 / group)

@@ -1,9 +1,9 @@
 """Couplings at rest: in inference weights stand still, so products of them are made once.
 
 One token passes through a layer in a few hundred microseconds, most of them spent on reading weights; every
-small operation counts. So one product with a prepared matrix yields queries, keys and all latents, with the
-drift, the step sizes and every bias inside it. Queries and keys of a group lie side by side, and the
-trajectory ends with one batched product that is added to both in place.
+small operation counts, even one that only looks at a tensor in another way. So one product with a prepared
+matrix yields queries, keys and all latents, with the drift, the step sizes and every bias inside it, and the
+coupling changes them where they lie. The queries of a group are one long vector to it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qkflow.attention.circuits import FactorisedQK
     from qkflow.attention.couplings.affine import Affine
     from qkflow.attention.couplings.base import Coupling, HeadNetworks
+    from qkflow.attention.couplings.drift import Drift
     from qkflow.attention.couplings.latent import LatentCoupling
     from qkflow.attention.couplings.trajectory import Rule
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class AtRest:
     """Projection and coupling as one product (`projection`, `bias`) and what remains to be done with it.
 
-    The product's first (H+G)·D columns become the queries and keys; as it stands, this is no coupling.
+    The product yields queries, keys and latents, in this order; without latents it is all there is to do.
     """
 
     heads: Heads
@@ -39,23 +40,36 @@ class AtRest:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The coupled (q, k) of tokens x (B, T, width)."""
-        wide = F.linear(x, self.projection, self.bias)
-        tokens = wide.view(-1, wide.shape[-1])
-        self.within(tokens)()
-        q, k = self.parted(tokens)
-        return q.flatten(1, 2).unflatten(0, x.shape[:2]), k.unflatten(0, x.shape[:2])
+        batch, length, _ = x.shape
+        wide = F.linear(x, self.projection, self.bias).view(batch * length, -1)
+        self.within(wide)()
+        q, k = self.parted(wide)
+        shape = (batch, length, -1, self.heads.size)
+        return q.view(shape), k.view(shape)
 
     def within(self, wide: Tensor) -> Callable[[], None]:
-        """What remains to be done, in place, each time products (N, rows) have been put into `wide`."""
-        return lambda: None
+        """What remains to be done, in place, each time a product (N, rows) has been put into `wide`."""
+        queries, keys = self.heads.queries * self.heads.size, self.heads.keys * self.heads.size
+        latents = wide.shape[1] - queries - keys
+        if not latents:
+            return _nothing
+        q, k = self._by_group(wide, 0, queries), self._by_group(wide, queries, keys)
+        return self.couple(q, k, self._by_group(wide, queries + keys, latents))
+
+    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+        """What couples (G, N, R·D) and (G, N, D) in place, with latents (G, N, …) from the product."""
+        raise NotImplementedError
 
     def parted(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the queries (N, G, R, D) and keys (N, G, D)."""
-        heads, queries = self.heads, self.heads.queries * self.heads.size
-        return (
-            wide[:, :queries].view(-1, heads.keys, heads.group, heads.size),
-            wide[:, queries : queries + heads.keys * heads.size].view(-1, heads.keys, heads.size),
-        )
+        """Views of the queries (N, H·D) and keys (N, G·D)."""
+        queries, keys = self.heads.queries * self.heads.size, self.heads.keys * self.heads.size
+        return wide[:, :queries], wide[:, queries : queries + keys]
+
+    def _by_group(self, wide: Tensor, start: int, width: int) -> Tensor:
+        """`width` columns of the product from `start` on, by group: (G, N, …), the product itself."""
+        groups = self.heads.keys
+        size, offset = width // groups, wide.storage_offset() + start
+        return wide.as_strided((groups, len(wide), size), (size, wide.stride(0), 1), offset)
 
 
 @dataclass(frozen=True)
@@ -65,11 +79,11 @@ class AsEver(AtRest):
     coupling: Coupling
 
     def within(self, wide: Tensor) -> Callable[[], None]:
-        q, k = self.parted(wide)
+        q, k = (part.view(1, len(wide), -1, self.heads.size) for part in self.parted(wide))
 
         def run() -> None:
-            for part, coupled in zip((q, k), self.coupling(q.flatten(1, 2)[None], k[None]), strict=True):
-                part.copy_(coupled.view(part.shape))
+            for part, coupled in zip((q, k), self.coupling(q, k), strict=True):
+                part.copy_(coupled)
 
         return run
 
@@ -77,57 +91,60 @@ class AsEver(AtRest):
 def plain(qk: FactorisedQK) -> tuple[Heads, Tensor, Tensor | None]:
     """Both projections as one."""
     bias = None if qk.q.bias is None else torch.cat((qk.q.bias, qk.k.bias)).detach()
-    return qk.heads, torch.cat((qk.q.weight, qk.k.weight)).detach(), bias
+    return qk.heads, for_products(torch.cat((qk.q.weight, qk.k.weight))), bias
+
+
+@torch.no_grad()
+def drift_at_rest(coupling: Drift, qk: FactorisedQK) -> AtRest:
+    """The drift is linear, so the product is all there is."""
+    weight, bias = qk.drifted(coupling.steps * coupling.step.per_head())
+    together = None if bias is None else torch.cat((bias, qk.k.bias))
+    return AtRest(coupling.heads, for_products(torch.cat((weight, qk.k.weight))), together)
 
 
 @dataclass(frozen=True)
 class LatentAtRest(AtRest):
     """The trajectory of `latent`, tokens first. The place u_j is moved by the kicks before it.
 
-    exit    what the kicks at all places add to a group's queries and key (G, places·ρ, (R+1)·D)
+    to_key  what the kicks at all places add to a group's key (G, places·ρ, D)
+    to_query  and to its queries (G, places·ρ, R·D), if anything
     mixes   by place, what the kicks before it add to u (G, j·ρ, ρ)
     drifts  0, 1, …, one a place, where there are more than the two that the product yields
-    pulls   what b2 adds to u by then (G, places, ρ)
+    pulls   what b2 adds to u by then (G, 1, places, ρ)
     """
 
     rule: Rule
-    exit: Tensor
+    to_key: Tensor
+    to_query: Tensor | None
     mixes: list[Tensor | None]
     drifts: Tensor | None
     pulls: Tensor | None
 
-    def within(self, wide: Tensor) -> Callable[[], None]:
-        groups, _, width = self.exit.shape
-        count, latent = len(wide), self.exit.shape[1] // len(self.mixes)
-        tokens = wide[:, : groups * width].view(count, groups, width).transpose(0, 1)
-        ends = wide[:, groups * width :].view(count, groups, -1, latent)
-        places = ends if self.drifts is None else wide.new_empty(count, groups, len(self.mixes), latent)
-        first, last = ends[:, :, :1], ends[:, :, 1:]
-        kicks = places.view(count, groups, -1).transpose(0, 1)
-        stops = [
-            (mix, kicks[..., : number * latent], kicks[..., number * latent : (number + 1) * latent])
-            for number, mix in enumerate(self.mixes)
-        ]
+    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+        count = len(self.mixes)
+        latent = self.to_key.shape[1] // count
+        if self.drifts is None:
+            kicks = latents
+        else:
+            ends = latents.unflatten(2, (2, latent))
+            first, last, places = ends[:, :, :1], ends[:, :, 1:], q.new_empty(*q.shape[:2], count, latent)
+            kicks = places.flatten(2)
+        cuts = [(kicks[..., : n * latent], kicks[..., n * latent : (n + 1) * latent]) for n in range(count)]
 
         def run() -> None:
             if self.drifts is not None:
                 torch.lerp(first, last, self.drifts, out=places)
                 if self.pulls is not None:
                     places.add_(self.pulls)
-            for mix, before, place in stops:
+            for mix, (before, place) in zip(self.mixes, cuts, strict=True):
                 if mix is not None:
                     place.baddbmm_(before, mix)
                 self.rule.kick_(place)
-            tokens.baddbmm_(kicks, self.exit)
+            k.baddbmm_(kicks, self.to_key)
+            if self.to_query is not None:
+                q.baddbmm_(kicks, self.to_query)
 
         return run
-
-    def parted(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries of each group lie before its key."""
-        heads = self.heads
-        columns = (heads.queries + heads.keys) * heads.size
-        tokens = wide[:, :columns].view(-1, heads.keys, heads.group + 1, heads.size)
-        return tokens[:, :, :-1], tokens[:, :, -1]
 
 
 @torch.no_grad()
@@ -150,8 +167,8 @@ def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
         _add_bias(keys, rule.steps * w.bias.unsqueeze(-1))
         if rule.moves == 1:
             _add_bias(latents[1], rule.reach(1) * w.pull)
-    tokens = torch.cat((queries, keys), dim=1).flatten(0, 1)
-    everything = torch.cat((tokens, torch.cat(latents, dim=1).flatten(0, 1)))
+    parts = (queries, keys, torch.cat(latents, dim=1))
+    everything = torch.cat([part.flatten(0, 1) for part in parts])
     biased = any(part is not None for part in (qk.q.bias, w.b1, w.bias))
 
     more = rule.moves > 1
@@ -161,128 +178,120 @@ def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
     back = w.mix.transpose(1, 2)
     return LatentAtRest(
         heads,
-        everything[:, :-1].contiguous(),
+        for_products(everything[:, :-1]),
         everything[:, -1].contiguous() if biased else None,
         rule,
-        exit=torch.cat(
-            [
-                torch.cat((area * to_query, kick * w.exit_k), dim=-1)
-                for area, kick in zip(rule.areas(rule.steps), rule.kicks(), strict=True)
-            ],
-            dim=1,
-        ),
+        to_key=torch.cat([kick * w.exit_k for kick in rule.kicks()], dim=1),
+        to_query=_stacked(rule.areas(rule.steps), to_query),
         mixes=[_stacked(rule.areas(place)[:place], back) for place in range(rule.moves + 1)],
         drifts=numbers[:, None] if more else None,
-        pulls=reaches[:, None] * w.pull.transpose(1, 2) if more and w.pull is not None else None,
+        pulls=(reaches[:, None] * w.pull.transpose(1, 2)).unsqueeze(1)
+        if more and w.pull is not None
+        else None,
     )
+
+
+Rows = tuple[Tensor, Tensor | None]  # a matrix a group, and its bias
 
 
 @dataclass(frozen=True)
 class AffineAtRest(AtRest):
     """The affine coupling, tokens first; the first latents come out of the projection.
 
-    to_key      scale and shift that a group's latents give its key (G, ρ, 2D); its biases (G, 1, 2D)
-    from_key    W1 of what listens to a key (G, D, R·r); its biases (G, 1, R·r)
-    to_query    scale and shift of each query (H, r, 2D), and biases
-    from_query  W1 of what listens to a query (H, D, r), and biases: for steps after the first
+    Each query has a network of its own, so the matrices of a group are block diagonal: some zeros are
+    multiplied, and nothing has to be rearranged.
+
+    to_key      scale and shift that a group's latents give its key, each (G, ρ, D) and (G, 1, D)
+    from_key    W1 of what listens to a key (G, D, ρ) and its bias (G, 1, ρ)
+    to_query    scale and shift of a group's queries, each (G, ρ, R·D) and (G, 1, R·D)
+    from_query  W1 of what listens to the queries (G, R·D, ρ) and its bias: for steps after the first
     """
 
     steps: int
     bound: float
-    to_key: tuple[Tensor, Tensor | None]
-    from_key: tuple[Tensor, Tensor | None]
-    to_query: tuple[Tensor, Tensor | None]
-    from_query: tuple[Tensor, Tensor | None]
-    sizes: list[int]  # rows of the product that are queries, keys and latents
+    to_key: tuple[Rows, Rows]
+    from_key: Rows
+    to_query: tuple[Rows, Rows]
+    from_query: Rows
 
-    def within(self, wide: Tensor) -> Callable[[], None]:
-        heads, parts = self.heads, wide.split(self.sizes, dim=1)
-        counts = (heads.queries, heads.keys, heads.keys)
-        q, k, u = (part.view(len(wide), n, -1).transpose(0, 1) for part, n in zip(parts, counts, strict=True))
-        heard = wide.new_empty(heads.keys, len(wide), self.from_key[0].shape[-1])
-        move_key, move_query = self._mover(k, *self.to_key), self._mover(q, *self.to_query)
-
+    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
         def run() -> None:
             for step in range(self.steps):
-                spoken = self._gathered(_affine(q, *self.from_query)) if step else u
-                move_key(F.silu(spoken, inplace=True))
-                move_query(self._shared_out(F.silu(_affine(k, *self.from_key, out=heard), inplace=True)))
+                u = _affine(q, self.from_query) if step else latents
+                self._move(k, F.silu(u), *self.to_key)
+                self._move(q, F.silu(_affine(k, self.from_key)), *self.to_query)
 
         return run
 
-    def _gathered(self, u: Tensor) -> Tensor:
-        """(H, N, r) -> (G, N, R·r)."""
-        if self.heads.group == 1:
-            return u
-        return u.unflatten(0, (-1, self.heads.group)).transpose(1, 2).flatten(2)
-
-    def _shared_out(self, u: Tensor) -> Tensor:
-        """(G, N, R·r) -> (H, N, r)."""
-        if self.heads.group == 1:
-            return u
-        return u.unflatten(-1, (self.heads.group, -1)).permute(0, 2, 1, 3).flatten(0, 1)
-
-    def _mover(self, target: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], None]:
-        """Scales and shifts `target` (heads, N, D) as latents say."""
-        said = target.new_empty(*target.shape[:2], weight.shape[-1])
-        scale, shift = said.chunk(2, dim=-1)
-
-        def move(latent: Tensor) -> None:
-            _affine(latent, weight, bias, out=said)
-            scale.tanh_()
-            if self.bound != 1:
-                scale.mul_(self.bound)
-            torch.addcmul(shift, target, scale.exp_(), out=target)
-
-        return move
+    def _move(self, target: Tensor, latent: Tensor, scale: Rows, shift: Rows) -> None:
+        """target⊙exp(bound·tanh(s)) + t, in place."""
+        bent = _affine(latent, scale).tanh_()
+        if self.bound != 1:
+            bent *= self.bound
+        target.mul_(bent.exp_()).baddbmm_(latent, shift[0])
+        if shift[1] is not None:
+            target += shift[1]
 
 
 @torch.no_grad()
 def affine_at_rest(coupling: Affine, qk: FactorisedQK) -> AffineAtRest:
     heads, speaks, hears = coupling.heads, coupling.from_query, coupling.from_key
-    groups, share = heads.keys, 1 / heads.group
-    w1 = speaks.per_head(speaks.w1)
-    b1 = None if speaks.b1 is None else speaks.per_head(speaks.b1)
+    groups, group = heads.keys, heads.group
+
+    def by_query(parameter: Tensor) -> Tensor:
+        """(H or 1, …) -> (G, R, …)."""
+        return parameter.expand(heads.queries, *parameter.shape[1:]).unflatten(0, (groups, group))
+
+    def row(bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.flatten(1).unsqueeze(1)
+
+    def said(network: HeadNetworks, to_key: bool) -> tuple[Rows, Rows]:
+        """Scale and shift: a key hears the mean of its group, a query its own network."""
+        parts = []
+        biases = (None, None) if network.b2 is None else by_query(network.b2).chunk(2, dim=-1)
+        for matrix, bias in zip(by_query(network.w2).transpose(2, 3).chunk(2, dim=-1), biases, strict=True):
+            if to_key:
+                mean = None if bias is None else bias.mean(1, keepdim=True)
+                parts.append((matrix.flatten(1, 2) / group, mean))
+            else:
+                parts.append((_block_diagonal(matrix), row(bias)))
+        return parts[0], parts[1]
+
+    w1, b1 = by_query(speaks.w1), None if speaks.b1 is None else by_query(speaks.b1)
+    inner = None if hears.b1 is None else by_query(hears.b1)
     query, key = _rows(qk.q.weight, qk.q.bias, groups), _rows(qk.k.weight, qk.k.bias, groups)
-    latent = _through(w1, qk.q.weight, qk.q.bias, groups)
+    latent = _through(w1.flatten(0, 1), qk.q.weight, qk.q.bias, groups)
     if b1 is not None:
         _add_bias(latent, b1.reshape(groups, -1, 1))
-    parts = [part.flatten(0, 1) for part in (query, key, latent)]
-    everything = torch.cat(parts)
-
-    def rows(network: HeadNetworks, group: int, share: float) -> tuple[Tensor, Tensor | None]:
-        joined = share * network.per_head(network.w2).transpose(1, 2)
-        joined = joined.reshape(len(joined) // group, -1, joined.shape[-1])
-        if network.b2 is None:
-            return joined, None
-        said = share * network.per_head(network.b2)
-        return joined, said.view(-1, group, 1, said.shape[-1]).sum(1)
-
-    def ears(network: HeadNetworks, group: int) -> tuple[Tensor, Tensor | None]:
-        inner = network.per_head(network.w1)
-        matrix = inner.reshape(len(inner) // group, -1, inner.shape[-1]).transpose(1, 2).contiguous()
-        if network.b1 is None:
-            return matrix, None
-        return matrix, network.per_head(network.b1).reshape(len(matrix), 1, -1)
-
+    everything = torch.cat([part.flatten(0, 1) for part in (query, key, latent)])
     return AffineAtRest(
         heads,
-        everything[:, :-1].contiguous(),
+        for_products(everything[:, :-1]),
         everything[:, -1].contiguous() if qk.q.bias is not None or b1 is not None else None,
         coupling.steps,
         coupling.bound,
-        to_key=rows(speaks, heads.group, share),
-        from_key=ears(hears, heads.group),
-        to_query=rows(hears, 1, 1.0),
-        from_query=ears(speaks, 1),
-        sizes=[len(part) for part in parts],
+        to_key=said(speaks, to_key=True),
+        from_key=(by_query(hears.w1).flatten(1, 2).transpose(1, 2).contiguous(), row(inner)),
+        to_query=said(hears, to_key=False),
+        from_query=(_block_diagonal(w1.transpose(2, 3)), row(b1)),
     )
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    if bias is None:
-        return torch.bmm(x, weight, out=out)
-    return torch.baddbmm(bias, x, weight, out=out)
+def _nothing() -> None:
+    pass
+
+
+def _block_diagonal(blocks: Tensor) -> Tensor:
+    """(G, R, a, b) -> (G, R·a, R·b)."""
+    groups, count, a, b = blocks.shape
+    out = blocks.new_zeros(groups, count, a, count, b)
+    out.diagonal(dim1=1, dim2=3).copy_(blocks.movedim(1, -1))
+    return out.view(groups, count * a, count * b)
+
+
+def _affine(x: Tensor, rows: Rows) -> Tensor:
+    matrix, bias = rows
+    return torch.bmm(x, matrix) if bias is None else torch.baddbmm(bias, x, matrix)
 
 
 def _rows(weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -302,6 +311,16 @@ def _add_bias(rows: Tensor, bias: Tensor | None) -> None:
         rows[..., -1:] += bias
 
 
-def _stacked(areas: list[float], back: Tensor) -> Tensor | None:
-    """Mixing matrices of the kicks before a place, one below the other; None where none of them counts."""
-    return torch.cat([area * back for area in areas], dim=1) if any(areas) else None
+def _stacked(shares: list[float], matrix: Tensor) -> Tensor | None:
+    """What the kicks at some places do, one below the other; None where none of them counts."""
+    return torch.cat([share * matrix for share in shares], dim=1) if any(shares) else None
+
+
+def for_products(weight: Tensor) -> Tensor:
+    """The matrix, laid out in memory so that its product with a vector is quick.
+
+    Row by row the kernel makes one sum after the other, which for short rows never gets going; a matrix with
+    more rows than columns is better stored column by column.
+    """
+    weight = weight.detach()
+    return weight.t().contiguous().t() if weight.shape[0] > weight.shape[1] else weight.contiguous()

@@ -7,8 +7,7 @@ Grouped heads: every query of a group takes the group's key, the key takes the g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,8 @@ from qkflow.errors import InputError
 
 LARGEST_AT_REST = 2**22  # weights; above, a second copy of them costs more than small operations do
 Where = dict[str, Any]  # device and dtype, as every torch factory takes them
+KEPT = ("_kept", "_kept_idle")  # beside a module's state
+Made = TypeVar("Made")
 
 
 class Coupling(nn.Module):
@@ -52,14 +53,19 @@ class Coupling(nn.Module):
         raise InputError(f"coupling '{self.name}' has no inverse")
 
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
-        """Project tokens x (B, T, width) and couple them; overridden where the two together are cheaper."""
-        if self._may_rest(x) and qk.plain and qk.q.weight.numel() <= LARGEST_AT_REST:
-            kept: _Kept | None = self.__dict__.get("_kept")
-            if kept is None or not kept.holds():
-                kept = _Kept(self.at_rest(qk), (self, qk))
-                self.__dict__["_kept"] = kept  # beside the module's state: never saved
+        """Project tokens x (B, T, width) and couple them, in inference with what was prepared for it."""
+        if self._may_rest() and not torch.is_autocast_enabled(x.device.type):
+            kept: _Kept[AtRest | None] | None = self.__dict__.get("_kept")
+            if kept is None or not kept.holds((self, qk), thoroughly=x.shape[1] > 1):
+                prepare = qk.plain and qk.q.weight.numel() <= LARGEST_AT_REST
+                kept = _Kept(self.at_rest(qk) if prepare else None, (self, qk))
+                self.__dict__["_kept"] = kept
             if kept.made is not None:
                 return kept.made(x)
+        return self.together(x, qk)
+
+    def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+        """Project and couple while parameters may change; overridden where the two together are cheaper."""
         out: tuple[Tensor, Tensor] = self(*qk(x, x))
         return out
 
@@ -67,20 +73,43 @@ class Coupling(nn.Module):
         """Projection and coupling prepared for inference, from the parameters as they are; None: as ever."""
         return None
 
-    def _may_rest(self, x: Tensor) -> bool:
+    def idle(self) -> bool:
+        """Whether the parameters, as they are, leave every q and k exactly as they come."""
+        return False
+
+    def passes_by(self) -> bool:
+        """Whether inference may go on as if this coupling were not there: it is idle, and at rest."""
+        if not self.identity_at_start or not self._may_rest() or "_kept" in self.__dict__:
+            return False  # what was prepared was prepared for a coupling that is not idle
+        kept: _Kept[bool] | None = self.__dict__.get("_kept_idle")
+        if kept is None or not kept.holds((self,)):
+            kept = self.__dict__["_kept_idle"] = _Kept(self.idle(), (self,))
+        return kept.made
+
+    def _may_rest(self) -> bool:
         """Whether products of weights may be kept: in inference, where nothing is being trained.
 
         PyTorch's fused optimizers change parameters without a trace, so whatever may belong to training
         (a pass with gradients, a change between train and eval mode) forgets what was kept.
         """
-        if torch.is_grad_enabled() or self.training:
-            self.__dict__.pop("_kept", None)
+        if torch.compiler.is_compiling():
             return False
-        return not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type)
+        if torch.is_grad_enabled() or self.training:
+            self._forget()
+            return False
+        return True
+
+    def _forget(self) -> None:
+        for name in KEPT:
+            self.__dict__.pop(name, None)
 
     def train(self, mode: bool = True) -> Self:
-        self.__dict__.pop("_kept", None)
+        self._forget()
         return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what was kept belongs to these very parameters: copies and pickles go without
+        return {name: value for name, value in self.__dict__.items() if name not in KEPT}
 
     @property
     def symplectic(self) -> bool:
@@ -103,30 +132,46 @@ class Coupling(nn.Module):
         return None
 
 
-class _Kept:
+class _Kept(Generic[Made]):
     """What was made of the parameters of some modules, and whether they are still the same."""
 
-    def __init__(self, made: AtRest | None, sources: Iterable[nn.Module]) -> None:
-        self.made = made
+    def __init__(self, made: Made, sources: tuple[nn.Module, ...]) -> None:
+        self.made, self.sources = made, sources
         modules = [module for source in sources for module in source.modules()]
         self.parts = [(m._modules, name, part) for m in modules for name, part in m._modules.items()]
         self.tensors = [
-            (owner, name, tensor, tensor._version, tensor.data_ptr())
+            (owner, name, tensor, _version(tensor), tensor.data_ptr())
             for module in modules
             for owner in (module._parameters, module._buffers)
             for name, tensor in owner.items()
             if tensor is not None
         ]
+        self.sums = self._sums()
 
-    def holds(self) -> bool:
+    def holds(self, sources: tuple[nn.Module, ...], *, thoroughly: bool = False) -> bool:
+        """Whether nothing was exchanged or changed since.
+
+        Writing through `.data` leaves no trace but in the values, so at times those are looked at too.
+        """
+        for own, source in zip(self.sources, sources, strict=True):
+            if own is not source:
+                return False
         for owner, name, part in self.parts:
             if owner.get(name) is not part:
                 return False
         for tensors, name, tensor, version, pointer in self.tensors:
             same = tensors.get(name) is tensor
-            if not same or tensor._version != version or tensor.data_ptr() != pointer:
+            if not same or _version(tensor) != version or tensor.data_ptr() != pointer:
                 return False
-        return True
+        return not thoroughly or torch.equal(self._sums(), self.sums)
+
+    def _sums(self) -> Tensor:
+        sums = [tensor.detach().sum(dtype=torch.float32) for _, _, tensor, _, _ in self.tensors]
+        return torch.stack(sums) if sums else torch.empty(0)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode count nothing
 
 
 class StepSize(nn.Module):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings.at_rest import AtRest, drift_at_rest
 from qkflow.attention.couplings.base import (
     Coupling,
     StepSize,
@@ -54,13 +55,16 @@ class Drift(Coupling):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return add_drift(q, k, self.steps * self.step.per_head()), k
 
-    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+    def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         few = x.shape[0] * x.shape[1] < qk.q.out_features
-        if self._may_rest(x) or few or not qk.plain:
-            return super().from_input(x, qk)  # few tokens do not pay for a sum of weights
+        if few or not qk.plain:
+            return super().together(x, qk)  # few tokens do not pay for a sum of weights
         weight, bias = qk.drifted(self.steps * self.step.per_head())
         q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
         return q, qk.keys(x)
+
+    def at_rest(self, qk: FactorisedQK) -> AtRest:
+        return drift_at_rest(self, qk)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         delta = self.step.per_head()[:, None]

@@ -70,7 +70,7 @@ def scale_and_shift(x: Tensor, latent: Tensor, scale: Tensor, shift: Tensor, bou
     if torch.compiler.is_compiling():
         stretch = torch.exp(bound * torch.tanh(_plain_product(latent, scale, x)))
         return x * stretch + _plain_product(latent, shift, x)
-    # tanh(s) = 2·sigmoid(2s) − 1 takes a third of the time; the 2 goes into the small matrix
+    # tanh(s) = 2·sigmoid(2s) − 1 takes a third of the time; the inner 2 goes into the small matrix
     out: Tensor = _ScaleAndShift.call(x, latent, 2 * scale, shift, bound)[0]
     return out
 
@@ -126,10 +126,10 @@ class _ScaleAndShift(ByHand):
     def forward(
         x: Tensor, latent: Tensor, twice: Tensor, shift: Tensor, bound: float
     ) -> tuple[Tensor, Tensor]:
-        bent = torch.sigmoid_(_product(latent, twice, x)).mul_(2).sub_(1)  # tanh
-        out = (bound * bent).exp_().mul_(x)
+        gate = torch.sigmoid_(_product(latent, twice, x))
+        out = _stretch(gate, bound).mul_(x)
         _by_head(out).baddbmm_(latent.transpose(1, 2), shift)
-        return out, bent
+        return out, gate
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -139,15 +139,21 @@ class _ScaleAndShift(ByHand):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        x, latent, twice, shift, bent = ctx.saved_tensors
+        x, latent, twice, shift, gate = ctx.saved_tensors
         to_out = grads[0].contiguous()
-        to_x = (ctx.bound * bent).exp_().mul_(to_out)
-        to_scale = torch.addcmul(to_x, torch.square(bent), to_x, value=-1).mul_(x)  # · tanh'
+        to_x = _stretch(gate, ctx.bound).mul_(to_out)
+        to_scale = (to_x * x).mul_(gate)
+        to_scale.addcmul_(to_scale, gate, value=-1)  # · sigmoid'
         scale_rows, shift_rows = _by_head(to_scale), _by_head(to_out)
-        factor = ctx.bound / 2  # of d tanh(s) with respect to 2s
+        factor = 2 * ctx.bound  # between tanh and sigmoid
         to_latent = torch.bmm(shift, shift_rows.transpose(1, 2))
         to_latent.baddbmm_(twice, scale_rows.transpose(1, 2), alpha=factor)
         return to_x, to_latent, factor * torch.bmm(latent, scale_rows), torch.bmm(latent, shift_rows), None
+
+
+def _stretch(gate: Tensor, bound: float) -> Tensor:
+    """exp(bound·tanh(s)) for gate = sigmoid(2s)."""
+    return (gate - 0.5).mul_(2 * bound).exp_()
 
 
 class _AddLowRank(ByHand):

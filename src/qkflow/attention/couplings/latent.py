@@ -96,15 +96,15 @@ class LatentCoupling(Coupling):
         q, k = couple(q, k, weights, self.folded)
         return self._add_bias(q, k, weights)
 
-    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+    def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """The coupled (q, k) of tokens x (B, T, width), through products of weights where those are cheaper.
 
         q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
         k, and neither is kept for the backward pass. In training that pays while one latent is needed.
         """
         few = x.shape[0] * x.shape[1] < qk.q.out_features
-        if self.folded or self._needs_key_latent() or few or not qk.plain or self._may_rest(x):
-            return super().from_input(x, qk)
+        if self.folded or self._needs_key_latent() or few or not qk.plain:
+            return super().together(x, qk)
         weights = self.weights()
         weight, bias = qk.drifted(weights.total)
         q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
@@ -118,7 +118,7 @@ class LatentCoupling(Coupling):
         if self.folded:
             return None
         self.folded = True
-        self.__dict__.pop("_kept", None)
+        self._forget()
         return self.steps * self.step.per_head().detach()
 
     def extra_parameters(self) -> int:

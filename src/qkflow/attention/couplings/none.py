@@ -37,6 +37,9 @@ class NoCoupling(Coupling):
     def at_rest(self, qk: FactorisedQK) -> AtRest:
         return AtRest(*plain(qk))
 
+    def idle(self) -> bool:
+        return True
+
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
