@@ -55,12 +55,10 @@ class Coupling(nn.Module):
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Project tokens x (B, T, width) and couple them, in inference with what was prepared for it."""
         if self._may_rest() and not torch.is_autocast_enabled(x.device.type):
-            kept: _Kept[AtRest | None] | None = self.__dict__.get("_kept")
+            kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
             if kept is None or not kept.holds((self, qk), x):
-                prepare = qk.plain and qk.q.weight.numel() <= LARGEST_AT_REST
-                kept = _Kept(self.at_rest(qk) if prepare else None, (self, qk))
-                self.__dict__["_kept"] = kept
-            if kept.made is not None:
+                kept = self._prepare(qk)
+            if kept is not None:
                 return kept.made(x)
         return self.together(x, qk)
 
@@ -72,6 +70,16 @@ class Coupling(nn.Module):
     def at_rest(self, qk: FactorisedQK) -> AtRest | None:
         """Projection and coupling prepared for inference, from the parameters as they are; None: as ever."""
         return None
+
+    def _prepare(self, qk: FactorisedQK) -> _Kept[AtRest] | None:
+        self._forget()
+        if not qk.plain or qk.q.weight.numel() > LARGEST_AT_REST:
+            return None
+        made = self.at_rest(qk)
+        if made is None:
+            return None
+        kept = self.__dict__["_kept"] = _Kept(made, (self, qk))
+        return kept
 
     def idle(self) -> bool:
         """Whether the parameters, as they are, leave every q and k exactly as they come."""
