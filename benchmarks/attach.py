@@ -1,6 +1,6 @@
 """What an attached coupling costs a `transformers` model, in training and in generation.
 
-    python benchmarks/attach.py                    # the table in docs/huggingface.md
+    python benchmarks/attach.py --rounds 9 --batch 2 --threads 2 --prompts 1    # docs/huggingface.md
     python benchmarks/attach.py --couplings drift --rounds 9 --json
 
 A fresh Llama shape (width 512, 8 heads, 4 key/value heads) and copies of it with couplings attached take

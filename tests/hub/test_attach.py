@@ -108,23 +108,6 @@ def test_copies_and_pickles_stay_coupled(family: str) -> None:
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "mistral", "gemma3"])
-def test_generation_with_every_cache_gives_the_same_tokens(family: str) -> None:
-    sliding = {"sliding_window": 4} if family in ("mistral", "gemma3") else {}  # caches that forget
-    model = hub.attach(tiny(family, **sliding), "affine")
-    disturb(model, 0.5)
-    ids = token_ids(2, 5)
-    common = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
-    plain = model.generate(ids, use_cache=False, **common)
-    assert torch.equal(model.generate(ids, **common), plain)
-    assert torch.equal(model.generate(ids, cache_implementation="static", **common), plain)
-    beams = model.generate(ids, num_beams=3, use_cache=False, **common)
-    assert torch.equal(model.generate(ids, num_beams=3, **common), beams)
-    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
-    left = model.generate(padded, attention_mask=(padded != 0).long(), **common)
-    assert torch.equal(left[:, 3:], plain)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_gradients_are_the_same_with_checkpointing(family: str) -> None:
     found = []

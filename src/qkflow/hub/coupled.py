@@ -51,7 +51,8 @@ class CoupledAttention(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         coupling = self._modules["coupling"]
-        if isinstance(coupling, Coupling) and coupling.passes_by():
+        tokens = args[0] if args else next(iter(kwargs.values()), None)  # where every family has them
+        if isinstance(coupling, Coupling) and coupling.passes_by(tokens):
             return self.original.forward(self, *args, **kwargs)
         view = (SeparateView if self.coupling_plan.layout is None else FusedView)(self)
         out = self.original.forward(view, *args, **kwargs)

@@ -55,12 +55,10 @@ class Coupling(nn.Module):
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Project tokens x (B, T, width) and couple them, in inference with what was prepared for it."""
         if self._may_rest() and not torch.is_autocast_enabled(x.device.type):
-            kept: _Kept[AtRest | None] | None = self.__dict__.get("_kept")
-            if kept is None or not kept.holds((self, qk), thoroughly=x.shape[1] > 1):
-                prepare = qk.plain and qk.q.weight.numel() <= LARGEST_AT_REST
-                kept = _Kept(self.at_rest(qk) if prepare else None, (self, qk))
-                self.__dict__["_kept"] = kept
-            if kept.made is not None:
+            kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
+            if kept is None or not kept.holds((self, qk), x):
+                kept = self._prepare(qk)
+            if kept is not None:
                 return kept.made(x)
         return self.together(x, qk)
 
@@ -73,16 +71,26 @@ class Coupling(nn.Module):
         """Projection and coupling prepared for inference, from the parameters as they are; None: as ever."""
         return None
 
+    def _prepare(self, qk: FactorisedQK) -> _Kept[AtRest] | None:
+        self._forget()
+        if not qk.plain or qk.q.weight.numel() > LARGEST_AT_REST:
+            return None
+        made = self.at_rest(qk)
+        if made is None:
+            return None
+        kept = self.__dict__["_kept"] = _Kept(made, (self, qk))
+        return kept
+
     def idle(self) -> bool:
         """Whether the parameters, as they are, leave every q and k exactly as they come."""
         return False
 
-    def passes_by(self) -> bool:
-        """Whether inference may go on as if this coupling were not there: it is idle, and at rest."""
+    def passes_by(self, x: object) -> bool:
+        """Whether tokens x may go on as if this coupling were not there: it is idle, and at rest."""
         if not self.identity_at_start or not self._may_rest() or "_kept" in self.__dict__:
             return False  # what was prepared was prepared for a coupling that is not idle
         kept: _Kept[bool] | None = self.__dict__.get("_kept_idle")
-        if kept is None or not kept.holds((self,)):
+        if kept is None or not kept.holds((self,), x):
             kept = self.__dict__["_kept_idle"] = _Kept(self.idle(), (self,))
         return kept.made
 
@@ -104,7 +112,8 @@ class Coupling(nn.Module):
             self.__dict__.pop(name, None)
 
     def train(self, mode: bool = True) -> Self:
-        self._forget()
+        if mode != self.training:
+            self._forget()
         return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -148,10 +157,11 @@ class _Kept(Generic[Made]):
         ]
         self.sums = self._sums()
 
-    def holds(self, sources: tuple[nn.Module, ...], *, thoroughly: bool = False) -> bool:
+    def holds(self, sources: tuple[nn.Module, ...], x: object) -> bool:
         """Whether nothing was exchanged or changed since.
 
-        Writing through `.data` leaves no trace but in the values, so at times those are looked at too.
+        Fused optimizers and writing through `.data` leave no trace but in the values. So those are looked at
+        too, unless x is a single token, which comes in the midst of a text.
         """
         for own, source in zip(self.sources, sources, strict=True):
             if own is not source:
@@ -163,7 +173,8 @@ class _Kept(Generic[Made]):
             same = tensors.get(name) is tensor
             if not same or _version(tensor) != version or tensor.data_ptr() != pointer:
                 return False
-        return not thoroughly or torch.equal(self._sums(), self.sums)
+        single = isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] == 1
+        return single or torch.equal(self._sums(), self.sums)
 
     def _sums(self) -> Tensor:
         sums = [tensor.detach().sum(dtype=torch.float32) for _, _, tensor, _, _ in self.tensors]

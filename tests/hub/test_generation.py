@@ -1,0 +1,130 @@
+"""Generation with couplings attached: every cache; what is prepared for it never outlives a change."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+from families import disturb, output, tiny, token_ids
+from qkflow import hub
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+COUPLINGS = ("affine", "drift", "euler:n=2", "leapfrog", "uncoupled")
+
+
+def window(family: str) -> dict[str, int]:
+    """Caches that forget, where the family has them."""
+    return {"sliding_window": 4} if family in ("mistral", "gemma3") else {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gpt_neox", "mistral", "gemma3"])
+def test_caches_beams_and_padding_give_the_same_tokens(family: str) -> None:
+    model = hub.attach(tiny(family, **window(family)), "affine")
+    disturb(model, 0.5)
+    ids = token_ids(2, 5)
+    plain = model.generate(ids, use_cache=False, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY), plain)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **GREEDY), plain)
+    beams = model.generate(ids, num_beams=3, use_cache=False, **GREEDY)
+    assert torch.equal(model.generate(ids, num_beams=3, **GREEDY), beams)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+    left = model.generate(padded, attention_mask=(padded != 0).long(), **GREEDY)
+    assert torch.equal(left[:, 3:], plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # some names are on their way out
+@pytest.mark.parametrize("cache", ALL_CACHE_IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_cache_works_coupled_wherever_it_works_plain(family: str, cache: str) -> None:
+    """Offloaded caches need a GPU and quantised ones a package; without it both refuse alike."""
+    ids, found = token_ids(2, 5), []
+    for coupled in (False, True):
+        model = tiny(family, **window(family))
+        if coupled:
+            hub.attach(model, "euler", seed=0)
+        plain = model.generate(ids, use_cache=False, **GREEDY)
+        try:
+            tokens = model.generate(ids, cache_implementation=cache, **GREEDY)
+        except (AssertionError, ImportError, RuntimeError, ValueError) as error:
+            found.append(type(error))
+        else:
+            assert tokens.shape == plain.shape
+            assert "quantized" in cache or torch.equal(tokens, plain), "only quantising may change a token"
+            found.append(type(None))
+    assert found[0] is found[1]
+
+
+def fresh(model: Any, coupling: str) -> Any:
+    """A model with the same parameters that has never run."""
+    other = hub.attach(tiny("llama"), coupling, seed=0)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@torch.no_grad()
+def through_data(model: Any) -> None:
+    """As PEFT merges adapters, and averages of weights are swapped in: no version is counted."""
+    for name, parameter in model.named_parameters():
+        if ".coupling." in name or "q_proj" in name:
+            parameter.data += 0.1
+
+
+def in_place(model: Any) -> None:
+    disturb(model)
+
+
+def fused_step(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    model.generate(token_ids(), **GREEDY)  # in the midst of a step, from the old weights
+    optimizer.step()
+
+
+def replaced(model: Any) -> None:
+    for _, layer in hub.attached(model):
+        layer.k_proj.weight = torch.nn.Parameter(layer.k_proj.weight + 0.1)
+
+
+@pytest.mark.parametrize("change", [through_data, in_place, fused_step, replaced])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_whatever_changes_the_weights_is_noticed(coupling: str, change: Callable[[Any], None]) -> None:
+    model = hub.attach(tiny("llama"), coupling, seed=0)
+    for _ in range(2):  # from the start, where an affine does nothing, and from there
+        before = output(model, token_ids())
+        change(model)
+        after = output(model, token_ids())
+        assert not torch.equal(after, before)
+        assert torch.equal(after, output(fresh(model, coupling), token_ids()))
+
+
+def test_an_affine_at_its_start_generates_what_the_model_did() -> None:
+    model = tiny("llama")
+    wanted = model.generate(token_ids(), output_logits=True, return_dict_in_generate=True, **GREEDY)
+    hub.attach(model, "affine")
+    got = model.generate(token_ids(), output_logits=True, return_dict_in_generate=True, **GREEDY)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, wanted.logits, strict=True))
+
+
+def test_copies_and_pickles_go_without_what_was_prepared() -> None:
+    model = hub.attach(tiny("llama"), "drift")
+    size = len(pickle.dumps(model))
+    expected = output(model, token_ids())
+    assert len(pickle.dumps(model)) == size
+    other = copy.deepcopy(model)
+    disturb(other)
+    assert not torch.equal(output(other, token_ids()), expected)
+    assert torch.equal(output(model, token_ids()), expected)
+
+
+@pytest.mark.parametrize("coupling", ["affine", "euler"])
+def test_models_made_in_inference_mode_generate(coupling: str) -> None:
+    expected = hub.attach(tiny("llama"), coupling, seed=0).generate(token_ids(), **GREEDY)
+    with torch.inference_mode():
+        model = hub.attach(tiny("llama"), coupling, seed=0)
+        assert torch.equal(model.generate(token_ids(), **GREEDY), expected)
