@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,7 +194,8 @@ def test_captured_whole_by_the_compiler(case: dict[str, object]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_with_inductor() -> None:
+def test_compiled_with_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     layer = make({"coupling": "leapfrog:n=3", "kv_heads": 2}, dtype=torch.float32)
     x = inputs().float()
