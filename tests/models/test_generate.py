@@ -45,6 +45,19 @@ def test_cached_equals_uncached(options, batch):
     assert model.training
 
 
+def check_token_by_token(model, length, read):
+    """Logits of the tokens after the first `read`, off the start, where some couplings do nothing yet."""
+    ids = prompt(length=length)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+        caches = model.new_caches(1, length)
+        model(ids[:, :read], caches=caches)
+        decoder = TokenByToken(model, caches)
+        found = torch.stack([decoder.logits(int(token)) for token in ids[0, read:]])
+        torch.testing.assert_close(found, model.logits(model(ids))[0, read:], rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "qk_norm": True}, {"kv_heads": 4, "rope": False}])
 @pytest.mark.parametrize("scoring", scorings.names())
 @pytest.mark.parametrize("coupling", [*couplings.names(), "leapfrog:n=3:bias=true", "affine:n=3:bias=true"])
@@ -52,29 +65,13 @@ def test_token_by_token_gives_the_models_own_logits(coupling, scoring, options):
     options = dict(options)
     shape = {"kv_heads": options.pop("kv_heads")} if "kv_heads" in options else {}
     model = small_model(attention={"coupling": coupling, "scoring": scoring, **options}, **shape).eval()
-    ids = prompt(length=12)
-    with torch.inference_mode():
-        for parameter in model.parameters():  # off the start, where some couplings do nothing yet
-            parameter += 0.02 * torch.randn_like(parameter)
-        caches = model.new_caches(1, 12)
-        model(ids[:, :6], caches=caches)
-        decoder = TokenByToken(model, caches)
-        found = torch.stack([decoder.logits(int(token)) for token in ids[0, 6:]])
-        torch.testing.assert_close(found, model.logits(model(ids))[0, 6:], rtol=1e-11, atol=1e-12)
+    check_token_by_token(model, length=12, read=6)
 
 
 @pytest.mark.parametrize("slow", [{"ratio": 2}, {"ratio": 3, "gate": "vector", "inject": "each"}])
 def test_token_by_token_with_a_slow_path_that_is_heard(slow):
     model = small_model(slow=slow, attention={"coupling": "leapfrog"}).eval()
-    ids = prompt(length=14)
-    with torch.inference_mode():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-        caches = model.new_caches(1, 14)
-        model(ids[:, :5], caches=caches)
-        decoder = TokenByToken(model, caches)
-        found = torch.stack([decoder.logits(int(token)) for token in ids[0, 5:]])
-        torch.testing.assert_close(found, model.logits(model(ids))[0, 5:], rtol=1e-11, atol=1e-12)
+    check_token_by_token(model, length=14, read=5)
 
 
 def test_prompts_of_different_lengths():
