@@ -66,8 +66,9 @@ def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str
     shape = coupling.heads
     qk = FactorisedQK(10, shape, bias, dtype=torch.float64)
     scatter(qk, 0.3)
-    for length in (3, 40):
-        x = torch.randn(1, length, 10, dtype=torch.float64, requires_grad=True)
+    for length in (3, 100):
+        # halved: what seven steps of an affine map make of large numbers, they make of their rounding as well
+        x = torch.randn(1, length, 10, dtype=torch.float64).div_(2).requires_grad_()
         inputs = [x, *coupling.parameters(), *qk.parameters()]
         signal = [
             torch.randn(1, length, n, shape.size, dtype=torch.float64) for n in (shape.queries, shape.keys)

@@ -100,9 +100,10 @@ class LatentCoupling(Coupling):
         """The coupled (q, k) of tokens x (B, T, width), through products of weights where those are cheaper.
 
         q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
-        k, and neither is kept for the backward pass. In training that pays while one latent is needed.
+        k, and neither is kept for the backward pass. In training that pays while one latent is needed, and
+        the weights are few beside the tokens.
         """
-        few = x.shape[0] * x.shape[1] < qk.q.out_features
+        few = x.shape[0] * x.shape[1] < 4 * qk.q.out_features
         if self.folded or self._needs_key_latent() or few or not qk.plain:
             return super().together(x, qk)
         weights = self.weights()
