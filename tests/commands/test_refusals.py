@@ -13,24 +13,7 @@ from pathlib import Path
 import pytest
 
 from qkflow import cli
-
-WORDS = [
-    "the",
-    "sun",
-    "moon",
-    "river",
-    "stone",
-    "light",
-    "water",
-    "moves",
-    "sings",
-    "under",
-    "over",
-    "near",
-    "and",
-    "but",
-    "then",
-]
+from words import WORDS
 
 
 @pytest.fixture(scope="module")

@@ -8,26 +8,7 @@ import pytest
 import torch
 import yaml
 
-WORDS = [
-    "the",
-    "a",
-    "sun",
-    "moon",
-    "river",
-    "stone",
-    "light",
-    "water",
-    "moves",
-    "sings",
-    "under",
-    "over",
-    "near",
-    "and",
-    "but",
-    "then",
-    "slowly",
-    "again",
-]
+from words import WORDS
 
 
 @pytest.fixture(scope="session", autouse=True)
