@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from qkflow.attention import Attention, couplings, merge, scorings
 from qkflow.errors import InputError, unknown
 from qkflow.models import AttentionConfig, Block, Decoder, ModelConfig
+from qkflow.models.decoding import Layouts
 from qkflow.models.generate import one_by_one
 
 LEVELS = ("attention", "block", "model", "decode")
 STEPS = (1, 3, 7)
+TURNS = {"decode": 8}  # a round's turns, where calls are short; elsewhere one
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Shape:
     decode_layers: int = 8
     vocabulary: int = 8_192  # at level `model`
     decode_vocabulary: int = 50_257
-    tokens: int = 32  # decoded per call
+    tokens: int = 4  # decoded per call: in short turns what else the machine does hits both of a pair
 
     def config(self, coupling: str, scoring: str, level: str) -> ModelConfig:
         decode = level == "decode"
@@ -159,7 +161,21 @@ def training_call(
     return pass_both_ways
 
 
-def decoding_call(model: Decoder, shape: Shape, device: torch.device) -> Callable[[], object]:
+@torch.no_grad()
+def share_weights(model: Decoder, standard: Decoder) -> None:
+    """Let a model use the memory of another for every weight in which they are equal.
+
+    Decoding reads each weight once a token, and where in memory it lies matters more than a coupling does.
+    """
+    theirs = dict(standard.named_parameters())
+    for name, own in model.named_parameters():
+        if name in theirs and torch.equal(own, theirs[name]):
+            own.data = theirs[name].data
+
+
+def decoding_call(
+    model: Decoder, shape: Shape, device: torch.device, layouts: Layouts | None = None
+) -> Callable[[], object]:
     """Decode `shape.tokens` tokens greedily, as `generate` does, after a prompt that is already cached."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(shape.decode_vocabulary, (1, shape.length), generator=generator).to(device)
@@ -167,7 +183,7 @@ def decoding_call(model: Decoder, shape: Shape, device: torch.device) -> Callabl
     model.eval()
     with torch.inference_mode():
         model(prompt, caches=caches)
-        read = one_by_one(model, caches, batch=1, count=shape.tokens)
+        read = one_by_one(model, caches, batch=1, count=shape.length, layouts=layouts)
 
     @torch.inference_mode()
     def decode() -> None:

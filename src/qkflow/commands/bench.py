@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 import torch
 from rich.table import Table
-from torch import nn
 
 from qkflow import __version__
 from qkflow.bench.contestants import (
     LEVELS,
     STANDARD,
+    TURNS,
     Contestant,
     Shape,
     build,
     choose,
     decoding_call,
+    share_weights,
     training_call,
     verify_all,
 )
@@ -28,6 +29,7 @@ from qkflow.console import emit_json, out, progress
 from qkflow.errors import InputError
 from qkflow.flops import count_flops
 from qkflow.models import Decoder
+from qkflow.models.decoding import Layouts
 
 
 def bench(
@@ -65,7 +67,7 @@ def bench(
         length: Tokens a sequence.
         batch: Sequences a step.
         threads: CPU threads; PyTorch's own choice by default.
-        rounds: Paired timings a row.
+        rounds: Paired timings a row; in decoding, whose calls are short, eight times as many.
         device: auto, cpu, cuda or mps.
         precision: fp32 or bf16.
         quick: Fewer rounds and a smaller batch: a first look in under a minute.
@@ -110,11 +112,16 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One level's rows: time, FLOPs and memory, each as a ratio to standard."""
 
+    plain = build(STANDARD, level, shape, device, dtype)
+    layouts = Layouts()
+
     def prepare(row: Contestant) -> Any:
-        module: nn.Module = build(row, level, shape, device, dtype)
+        module = plain if row is STANDARD else build(row, level, shape, device, dtype)
         if level == "decode":
             assert isinstance(module, Decoder)
-            call = decoding_call(module, shape, device)
+            assert isinstance(plain, Decoder)
+            share_weights(module, plain)
+            call = decoding_call(module, shape, device, layouts)
         else:
             call = training_call(module, level, shape, device, dtype)
         if device.type != "cuda":
@@ -126,8 +133,9 @@ def measure(
 
         return finished
 
-    calls = {row.label: prepare(row) for row in rows}
     standard = prepare(STANDARD)
+    calls = {row.label: prepare(row) for row in rows}
+    rounds *= TURNS.get(level, 1)
     with progress() as bar:
         task = bar.add_task(f"{level}: timing {len(rows)} rows", total=rounds)
         times = interleave(standard, calls, rounds=rounds, on_round=lambda: bar.advance(task))

@@ -141,28 +141,32 @@ class SeparateView(View):
         to_q, to_k = parts[plan.q], parts[plan.k]
         assert to_q is not None
         assert to_k is not None
-        if plan.circuit is not None and self._together(plan.circuit, to_q, to_k, x):
-            q, k = self.coupled_layer.coupling.from_input(x, plan.circuit)  # type: ignore[operator]
+        coupling = parts["coupling"]
+        at_rest = None
+        if isinstance(coupling, Coupling) and self._plain(plan.circuit, to_q, to_k, x):
+            assert plan.circuit is not None
+            at_rest = coupling.resting(x, plan.circuit)
+            q, k = coupling.together(x, plan.circuit) if at_rest is None else at_rest(x)
         else:
             q, k = to_q(x), to_k(x)
             q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
             k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
             q, k = self.couple(q, k)
-        q, k = q.flatten(2), k.flatten(2)
+        if at_rest is None:
+            q, k = q.flatten(2), k.flatten(2)
         if x.dim() != 3:
             q, k = q.view(*x.shape[:-1], -1), k.view(*x.shape[:-1], -1)
         self.coupled_input, self.coupled_q, self.coupled_k = x, q, k
 
-    def _together(self, circuit: FactorisedQK, to_q: nn.Module, to_k: nn.Module, x: Tensor) -> bool:
-        """Whether projecting and coupling may be one: nothing has been put in anything's place since."""
-        parts = circuit._modules
+    def _plain(self, circuit: FactorisedQK | None, to_q: nn.Module, to_k: nn.Module, x: Tensor) -> bool:
+        """Whether projecting and coupling may be one: nothing has been put in a projection's place."""
         return (
-            parts["q"] is to_q
-            and parts["k"] is to_k
+            circuit is not None
+            and circuit._modules["q"] is to_q
+            and circuit._modules["k"] is to_k
             and _untouched(to_q)
             and _untouched(to_k)
             and x.dim() == 3
-            and isinstance(self.coupled_layer._modules["coupling"], Coupling)
             and not torch.is_autocast_enabled(x.device.type)
         )
 

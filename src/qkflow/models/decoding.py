@@ -25,20 +25,38 @@ from qkflow.models.decoder import Block, Decoder
 from qkflow.timescale.cache import SlowCache
 
 
+class Layouts:
+    """Matrices laid out for one token, each once: decoders that are given the same share their memory."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], tuple[tuple[Tensor, ...], Tensor]] = {}
+
+    def __call__(self, *weights: Tensor) -> Tensor:
+        """These weights, one below the other."""
+        places = tuple(weight.data_ptr() for weight in weights)
+        if places not in self._made:  # the weights are kept too, so that no other ever lies in their place
+            self._made[places] = weights, for_products(torch.cat(weights) if weights[1:] else weights[0])
+        return self._made[places][1]
+
+
 class TokenByToken:
     """Decodes a single sequence from caches that the model has filled."""
 
-    def __init__(self, model: Decoder, caches: Sequence[KVCache | SlowCache]) -> None:
+    def __init__(
+        self, model: Decoder, caches: Sequence[KVCache | SlowCache], layouts: Layouts | None = None
+    ) -> None:
         assert self.suits(model)
         self.model = model
-        self.caches = [cache for cache in caches if isinstance(cache, KVCache)]
-        self.path = _Path(model.blocks, self.caches[0].capacity, model.config.norm_eps)
         self.eps = model.config.norm_eps
-        self.output = for_products(model.output_weight)
+        self.caches = [cache for cache in caches if isinstance(cache, KVCache)]
+        lay_out = layouts or Layouts()
+        self.path = _Path(model.blocks, self.caches[0].capacity, self.eps, lay_out)
+        self.output = lay_out(model.output_weight)
         if model.slow is not None:
             assert isinstance(caches[-1], SlowCache)
             self.slow_cache = caches[-1]
-            self.slow_path = _Path(model.slow.blocks, self.slow_cache.layers[0].capacity, self.eps)
+            capacity = self.slow_cache.layers[0].capacity
+            self.slow_path = _Path(model.slow.blocks, capacity, self.eps, lay_out)
 
     @staticmethod
     def suits(model: Decoder) -> bool:
@@ -80,8 +98,8 @@ def _known(attention: Attention) -> bool:
 class _Path:
     """Blocks that a token passes one after the other."""
 
-    def __init__(self, blocks: nn.ModuleList, capacity: int, eps: float) -> None:
-        self.layers = [_Layer(block, eps) for block in blocks]  # type: ignore[arg-type]
+    def __init__(self, blocks: nn.ModuleList, capacity: int, eps: float, lay_out: Layouts) -> None:
+        self.layers = [_Layer(block, eps, lay_out) for block in blocks]  # type: ignore[arg-type]
         first = self.layers[0].attention
         self.rotations = first.rotation_for(self.layers[0].norm.expand(1, capacity, -1))
 
@@ -107,7 +125,7 @@ class _Layer:
     as long as computing with ones as small as these.
     """
 
-    def __init__(self, block: Block, eps: float) -> None:
+    def __init__(self, block: Block, eps: float, lay_out: Layouts) -> None:
         attention, ff = block.attention, block.feed_forward
         qk, ov, heads = attention.qk, attention.ov, attention.heads
         assert isinstance(qk, FactorisedQK)
@@ -116,17 +134,17 @@ class _Layer:
         self.attention, self.eps = attention, eps
         self.norm, self.feed_forward_norm = block.attention_norm.weight, block.feed_forward_norm.weight
         self.qkv = for_products(torch.cat([at_rest.projection, ov.v.weight]))
-        self.o, self.down = for_products(ov.o.weight), for_products(ff.down.weight)
+        self.o, self.down = lay_out(ov.o.weight), lay_out(ff.down.weight)
         self.gated = ff.gate is not None
-        self.into = for_products(torch.cat([ff.gate.weight, ff.up.weight]) if ff.gate else ff.up.weight)
+        self.into = lay_out(ff.gate.weight, ff.up.weight) if ff.gate else lay_out(ff.up.weight)
 
         self.wide = self.qkv.new_empty(len(self.qkv))
         values = heads.values * heads.value_size
         self.v = self.wide[-values:].view(1, 1, heads.values, heads.value_size)
         self.projected, self.bias = self.wide[:-values], at_rest.bias
-        self.couple = at_rest.within(self.projected[None])
-        q, k = at_rest.parted(self.projected[None])
-        self.q, self.k = (part.view(1, 1, -1, heads.size) for part in (q, k))
+        parts = self.projected.split_with_sizes(at_rest.widths)
+        self.couple = at_rest.within(*(part.view(1, 1, -1) for part in parts))
+        self.q, self.k = (part.view(1, 1, -1, heads.size) for part in parts[:2])
         self.vectors = self.wide[: (heads.queries + heads.keys) * heads.size].view(-1, heads.size)
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from qkflow.attention import KVCache
 from qkflow.errors import InputError
 from qkflow.models.decoder import Decoder
-from qkflow.models.decoding import TokenByToken
+from qkflow.models.decoding import Layouts, TokenByToken
 from qkflow.timescale.cache import SlowCache
 
 WORTH_PREPARING = 24  # tokens: fewer are sooner made by the model as it is
@@ -116,11 +116,15 @@ def _tokens(
 
 
 def one_by_one(
-    model: Decoder, caches: Sequence[KVCache | SlowCache], batch: int, count: int
+    model: Decoder,
+    caches: Sequence[KVCache | SlowCache],
+    batch: int,
+    count: int,
+    layouts: Layouts | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """The quickest way to read `count` tokens, each after the last: from tokens (B,) to logits (B, V)."""
     if batch == 1 and count > WORTH_PREPARING and TokenByToken.suits(model):
-        decoder = TokenByToken(model, caches)
+        decoder = TokenByToken(model, caches, layouts)
         return lambda token: decoder.logits(int(token))[None]
     return lambda token: model.logits(model(token[:, None], caches=caches)[:, -1])
 

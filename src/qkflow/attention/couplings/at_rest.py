@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,38 +39,34 @@ class AtRest:
     projection: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The coupled (q, k) of tokens x (B, T, width)."""
-        batch, length, _ = x.shape
-        wide = F.linear(x, self.projection, self.bias).view(batch * length, -1)
-        self.within(wide)()
-        q, k = self.parted(wide)
-        shape = (batch, length, -1, self.heads.size)
-        return q.view(shape), k.view(shape)
-
-    def within(self, wide: Tensor) -> Callable[[], None]:
-        """What remains to be done, in place, each time a product (N, rows) has been put into `wide`."""
+    @cached_property
+    def widths(self) -> tuple[int, int, int]:
+        """How many numbers of the product are queries, keys and latents."""
         queries, keys = self.heads.queries * self.heads.size, self.heads.keys * self.heads.size
-        latents = wide.shape[1] - queries - keys
-        if not latents:
+        return queries, keys, len(self.projection) - queries - keys
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The coupled queries (B, T, H·D) and keys (B, T, G·D) of tokens x (B, T, width)."""
+        parts = F.linear(x, self.projection, self.bias).split_with_sizes(self.widths, dim=-1)
+        self.within(*parts)()
+        return parts[0], parts[1]
+
+    def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+        """What remains to be done, in place, each time a product has been put into these parts of it."""
+        if not self.widths[2]:
             return _nothing
-        q, k = self._by_group(wide, 0, queries), self._by_group(wide, queries, keys)
-        return self.couple(q, k, self._by_group(wide, queries + keys, latents))
+        return self.couple(self._by_group(q), self._by_group(k), self._by_group(latents))
 
     def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
         """What couples (G, N, R·D) and (G, N, D) in place, with latents (G, N, …) from the product."""
         raise NotImplementedError
 
-    def parted(self, wide: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the queries (N, H·D) and keys (N, G·D)."""
-        queries, keys = self.heads.queries * self.heads.size, self.heads.keys * self.heads.size
-        return wide[:, :queries], wide[:, queries : queries + keys]
-
-    def _by_group(self, wide: Tensor, start: int, width: int) -> Tensor:
-        """`width` columns of the product from `start` on, by group: (G, N, …), the product itself."""
+    def _by_group(self, part: Tensor) -> Tensor:
+        """The same numbers by group: (G, N, …)."""
         groups = self.heads.keys
-        size, offset = width // groups, wide.storage_offset() + start
-        return wide.as_strided((groups, len(wide), size), (size, wide.stride(0), 1), offset)
+        if part.numel() == part.shape[-1]:  # one token
+            return part.view(groups, 1, -1)
+        return part.view(-1, groups, part.shape[-1] // groups).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -78,11 +75,11 @@ class AsEver(AtRest):
 
     coupling: Coupling
 
-    def within(self, wide: Tensor) -> Callable[[], None]:
-        q, k = (part.view(1, len(wide), -1, self.heads.size) for part in self.parted(wide))
+    def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+        by_head = [part.unflatten(-1, (-1, self.heads.size)) for part in (q, k)]
 
         def run() -> None:
-            for part, coupled in zip((q, k), self.coupling(q, k), strict=True):
+            for part, coupled in zip(by_head, self.coupling(*by_head), strict=True):
                 part.copy_(coupled)
 
         return run

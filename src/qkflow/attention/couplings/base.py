@@ -7,6 +7,7 @@ Grouped heads: every query of a group takes the group's key, the key takes the g
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
@@ -54,13 +55,20 @@ class Coupling(nn.Module):
 
     def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Project tokens x (B, T, width) and couple them, in inference with what was prepared for it."""
-        if self._may_rest() and not torch.is_autocast_enabled(x.device.type):
-            kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
-            if kept is None or not kept.holds((self, qk), x):
-                kept = self._prepare(qk)
-            if kept is not None:
-                return kept.made(x)
-        return self.together(x, qk)
+        at_rest = self.resting(x, qk)
+        if at_rest is None:
+            return self.together(x, qk)
+        q, k = at_rest(x)
+        return q.unflatten(-1, (-1, self.heads.size)), k.unflatten(-1, (-1, self.heads.size))
+
+    def resting(self, x: Tensor, qk: FactorisedQK) -> AtRest | None:
+        """What is prepared for tokens like x, if they come in inference and anything can be prepared."""
+        if not self._may_rest() or torch.is_autocast_enabled(x.device.type):
+            return None
+        kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
+        if kept is None or not kept.holds((self, qk), x):
+            kept = self._prepare(qk)
+        return None if kept is None else kept.made
 
     def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Project and couple while parameters may change; overridden where the two together are cheaper."""
@@ -147,14 +155,15 @@ class _Kept(Generic[Made]):
     def __init__(self, made: Made, sources: tuple[nn.Module, ...]) -> None:
         self.made, self.sources = made, sources
         modules = [module for source in sources for module in source.modules()]
-        self.parts = [(m._modules, name, part) for m in modules for name, part in m._modules.items()]
-        self.tensors = [
-            (owner, name, tensor, _version(tensor), tensor.data_ptr())
+        self.parts: list[tuple[dict[str, Any], str, object]] = [
+            (owner, name, part)
             for module in modules
-            for owner in (module._parameters, module._buffers)
-            for name, tensor in owner.items()
-            if tensor is not None
+            for owner in (module._modules, module._parameters, module._buffers)
+            for name, part in owner.items()
         ]
+        self.tensors = [part for _, _, part in self.parts if isinstance(part, Tensor)]
+        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
+        self.state = self._state()
         self.sums = self._sums()
 
     def holds(self, sources: tuple[nn.Module, ...], x: object) -> bool:
@@ -163,26 +172,23 @@ class _Kept(Generic[Made]):
         Fused optimizers and writing through `.data` leave no trace but in the values. So those are looked at
         too, unless x is a single token, which comes in the midst of a text.
         """
-        for own, source in zip(self.sources, sources, strict=True):
-            if own is not source:
-                return False
+        if not all(map(operator.is_, self.sources, sources)):
+            return False
         for owner, name, part in self.parts:
             if owner.get(name) is not part:
                 return False
-        for tensors, name, tensor, version, pointer in self.tensors:
-            same = tensors.get(name) is tensor
-            if not same or _version(tensor) != version or tensor.data_ptr() != pointer:
-                return False
+        if self._state() != self.state:
+            return False
         single = isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] == 1
         return single or torch.equal(self._sums(), self.sums)
 
+    def _state(self) -> tuple[list[int], list[int]]:
+        """Where the tensors lie, and how often they were changed, where that is counted."""
+        return [tensor.data_ptr() for tensor in self.tensors], [tensor._version for tensor in self.counted]
+
     def _sums(self) -> Tensor:
-        sums = [tensor.detach().sum(dtype=torch.float32) for _, _, tensor, _, _ in self.tensors]
+        sums = [tensor.detach().sum(dtype=torch.float32) for tensor in self.tensors]
         return torch.stack(sums) if sums else torch.empty(0)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode count nothing
 
 
 class StepSize(nn.Module):
