@@ -75,6 +75,12 @@ def through_data(model: Any) -> None:
             parameter.data += 0.1
 
 
+@torch.no_grad()
+def values_through_data(model: Any) -> None:
+    for _, layer in hub.attached(model):
+        layer.v_proj.weight.data *= 1.1
+
+
 def in_place(model: Any) -> None:
     disturb(model)
 
@@ -91,7 +97,7 @@ def replaced(model: Any) -> None:
         layer.k_proj.weight = torch.nn.Parameter(layer.k_proj.weight + 0.1)
 
 
-@pytest.mark.parametrize("change", [through_data, in_place, fused_step, replaced])
+@pytest.mark.parametrize("change", [through_data, values_through_data, in_place, fused_step, replaced])
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_whatever_changes_the_weights_is_noticed(coupling: str, change: Callable[[Any], None]) -> None:
     model = hub.attach(tiny("llama"), coupling, seed=0)
@@ -101,6 +107,15 @@ def test_whatever_changes_the_weights_is_noticed(coupling: str, change: Callable
         after = output(model, token_ids())
         assert not torch.equal(after, before)
         assert torch.equal(after, output(fresh(model, coupling), token_ids()))
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
+def test_a_hook_on_a_projection_is_heard_in_generation(projection: str) -> None:
+    model = hub.attach(tiny("llama"), "euler", seed=0)
+    before = output(model, token_ids())  # prepares everything
+    for _, layer in hub.attached(model):
+        getattr(layer, projection).register_forward_hook(lambda module, given, out: out * 1.5)
+    assert not torch.allclose(output(model, token_ids()), before)
 
 
 def test_an_affine_at_its_start_generates_what_the_model_did() -> None:

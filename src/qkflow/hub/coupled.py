@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class Plan:
     spec: str
     q: str
     k: str
+    v: str | None
     heads: Heads
     layout: Layout | None
     circuit: FactorisedQK | None  # the very projections, for couplings that can make use of their weights
@@ -109,7 +110,10 @@ class View:
 
 
 class SeparateView(View):
-    """Whichever projection is asked first, both run; the other's half is kept until it is asked for."""
+    """Whichever projection is asked first, both run; the other's half is kept until it is asked for.
+
+    What is prepared for inference yields the values as well, for when they are asked for.
+    """
 
     def __init__(self, layer: CoupledAttention) -> None:
         super().__init__(layer)
@@ -137,36 +141,39 @@ class SeparateView(View):
                 f"{type(self.coupled_layer).__name__} projects queries and keys from different tensors, as "
                 "cross-attention does, so no token has both: detach this layer"
             )
+        self.coupled_input = x
         plan, parts = self.coupled_layer.coupling_plan, self.coupled_layer._modules
-        to_q, to_k = parts[plan.q], parts[plan.k]
+        to_q, to_k, coupling = parts[plan.q], parts[plan.k], parts["coupling"]
         assert to_q is not None
         assert to_k is not None
-        coupling = parts["coupling"]
-        at_rest = None
-        if isinstance(coupling, Coupling) and self._plain(plan.circuit, to_q, to_k, x):
-            assert plan.circuit is not None
-            at_rest = coupling.resting(x, plan.circuit)
-            q, k = coupling.together(x, plan.circuit) if at_rest is None else at_rest(x)
+        if plan.circuit is not None and self._as_found(plan.circuit, x):
+            assert isinstance(coupling, Coupling)
+            to_v = parts.get(plan.v or "")
+            at_rest = coupling.resting(x, plan.circuit, to_v if _untouched(to_v) else None)
+            if at_rest is not None:
+                self.coupled_q, self.coupled_k, v = at_rest(x)
+                if plan.v is not None and _untouched(to_v):
+                    setattr(self, plan.v, lambda given: v if given is x else to_v(given))
+                return
+            q, k = coupling.together(x, plan.circuit)
         else:
             q, k = to_q(x), to_k(x)
             q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
             k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
             q, k = self.couple(q, k)
-        if at_rest is None:
-            q, k = q.flatten(2), k.flatten(2)
-        if x.dim() != 3:
-            q, k = q.view(*x.shape[:-1], -1), k.view(*x.shape[:-1], -1)
-        self.coupled_input, self.coupled_q, self.coupled_k = x, q, k
+        self.coupled_q, self.coupled_k = (part.reshape(*x.shape[:-1], -1) for part in (q, k))
 
-    def _plain(self, circuit: FactorisedQK | None, to_q: nn.Module, to_k: nn.Module, x: Tensor) -> bool:
-        """Whether projecting and coupling may be one: nothing has been put in a projection's place."""
+    def _as_found(self, circuit: FactorisedQK, x: Tensor) -> bool:
+        """Whether projecting and coupling may be one: nothing has been put in anything's place since."""
+        plan, parts, found = self.coupled_layer.coupling_plan, self.coupled_layer._modules, circuit._modules
+        to_q, to_k = parts[plan.q], parts[plan.k]
         return (
-            circuit is not None
-            and circuit._modules["q"] is to_q
-            and circuit._modules["k"] is to_k
+            found["q"] is to_q
+            and found["k"] is to_k
             and _untouched(to_q)
             and _untouched(to_k)
             and x.dim() == 3
+            and isinstance(parts["coupling"], Coupling)
             and not torch.is_autocast_enabled(x.device.type)
         )
 
@@ -198,7 +205,7 @@ def couple_layer(site: Site, spec: str, part: nn.Module) -> None:
     layer = site.module
     part.train(layer.training)
     layer.coupling = part
-    plan = Plan(spec, site.q, site.k, site.heads, site.layout, _circuit(site, part))
+    plan = Plan(spec, site.q, site.k, site.v, site.heads, site.layout, _circuit(site, part))
     layer.coupling_plan = plan  # type: ignore[assignment]
     _change_class(layer, coupled_class(type(layer)))
 
@@ -222,7 +229,7 @@ def _circuit(site: Site, part: nn.Module) -> FactorisedQK | None:
     return circuit
 
 
-def _untouched(projection: nn.Module) -> bool:
+def _untouched(projection: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether calling this layer is no more than a product with its weight."""
     return (
         type(projection) is nn.Linear

@@ -131,20 +131,19 @@ class _Layer:
         assert isinstance(qk, FactorisedQK)
         assert isinstance(ov, FactorisedOV)
         at_rest = attention.coupling.at_rest(qk) or AsEver(*plain(qk), attention.coupling)
+        at_rest = at_rest.with_values(ov.v)
         self.attention, self.eps = attention, eps
         self.norm, self.feed_forward_norm = block.attention_norm.weight, block.feed_forward_norm.weight
-        self.qkv = for_products(torch.cat([at_rest.projection, ov.v.weight]))
         self.o, self.down = lay_out(ov.o.weight), lay_out(ff.down.weight)
         self.gated = ff.gate is not None
         self.into = lay_out(ff.gate.weight, ff.up.weight) if ff.gate else lay_out(ff.up.weight)
 
-        self.wide = self.qkv.new_empty(len(self.qkv))
-        values = heads.values * heads.value_size
-        self.v = self.wide[-values:].view(1, 1, heads.values, heads.value_size)
-        self.projected, self.bias = self.wide[:-values], at_rest.bias
-        parts = self.projected.split_with_sizes(at_rest.widths)
-        self.couple = at_rest.within(*(part.view(1, 1, -1) for part in parts))
-        self.q, self.k = (part.view(1, 1, -1, heads.size) for part in parts[:2])
+        self.projection, self.bias = at_rest.projection, at_rest.bias
+        self.wide = self.projection.new_empty(len(self.projection))
+        q, k, latents, v = self.wide.view(1, 1, -1).split_with_sizes(at_rest.widths, dim=-1)
+        self.couple = at_rest.within(q, k, latents)
+        self.q, self.k = (part.view(1, 1, -1, heads.size) for part in (q, k))
+        self.v = v.view(1, 1, heads.values, heads.value_size)
         self.vectors = self.wide[: (heads.queries + heads.keys) * heads.size].view(-1, heads.size)
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
@@ -160,9 +159,9 @@ class _Layer:
     def _attend(self, x: Tensor, rotation: Rotation | None, cache: KVCache) -> Tensor:
         attention = self.attention
         x = (x * self.norm).mul_(_scale(x, self.eps))
-        torch.mv(self.qkv, x, out=self.wide)
+        torch.mv(self.projection, x, out=self.wide)
         if self.bias is not None:
-            self.projected += self.bias
+            self.wide += self.bias
         self.couple()
         if attention.q_norm is not None and attention.k_norm is not None:
             self.q.copy_(attention.q_norm(self.q))

@@ -9,13 +9,13 @@ coupling changes them where they lie. The queries of a group are one long vector
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from qkflow.attention.heads import Heads
 
@@ -32,24 +32,35 @@ if TYPE_CHECKING:
 class AtRest:
     """Projection and coupling as one product (`projection`, `bias`) and what remains to be done with it.
 
-    The product yields queries, keys and latents, in this order; without latents it is all there is to do.
+    The product yields queries, keys, latents and, if asked to, values, in this order; without latents it is
+    all there is to do.
     """
 
     heads: Heads
     projection: Tensor
     bias: Tensor | None
+    values: int = field(default=0, kw_only=True)  # rows
+
+    def with_values(self, v: nn.Linear) -> Self:
+        """The same for a product that yields a layer's values too: one product is sooner done than two."""
+        parts = self.projection, v.weight
+        bias = None
+        if self.bias is not None or v.bias is not None:
+            given = zip(parts, (self.bias, v.bias), strict=True)
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b.detach() for w, b in given])
+        return replace(self, projection=for_products(torch.cat(parts)), bias=bias, values=len(v.weight))
 
     @cached_property
-    def widths(self) -> tuple[int, int, int]:
-        """How many numbers of the product are queries, keys and latents."""
+    def widths(self) -> tuple[int, int, int, int]:
+        """How many numbers of the product are queries, keys, latents and values."""
         queries, keys = self.heads.queries * self.heads.size, self.heads.keys * self.heads.size
-        return queries, keys, len(self.projection) - queries - keys
+        return queries, keys, len(self.projection) - queries - keys - self.values, self.values
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The coupled queries (B, T, H·D) and keys (B, T, G·D) of tokens x (B, T, width)."""
-        parts = F.linear(x, self.projection, self.bias).split_with_sizes(self.widths, dim=-1)
-        self.within(*parts)()
-        return parts[0], parts[1]
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Coupled queries (B, T, H·D) and keys (B, T, G·D), and values, of tokens x (B, T, width)."""
+        q, k, latents, v = F.linear(x, self.projection, self.bias).split_with_sizes(self.widths, dim=-1)
+        self.within(q, k, latents)()
+        return q, k, v
 
     def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
         """What remains to be done, in place, each time a product has been put into these parts of it."""

@@ -58,16 +58,19 @@ class Coupling(nn.Module):
         at_rest = self.resting(x, qk)
         if at_rest is None:
             return self.together(x, qk)
-        q, k = at_rest(x)
+        q, k, _ = at_rest(x)
         return q.unflatten(-1, (-1, self.heads.size)), k.unflatten(-1, (-1, self.heads.size))
 
-    def resting(self, x: Tensor, qk: FactorisedQK) -> AtRest | None:
-        """What is prepared for tokens like x, if they come in inference and anything can be prepared."""
+    def resting(self, x: Tensor, qk: FactorisedQK, v: nn.Linear | None = None) -> AtRest | None:
+        """What is prepared for tokens like x, if they come in inference and anything can be prepared.
+
+        Given what projects the values, it yields those too.
+        """
         if not self._may_rest() or torch.is_autocast_enabled(x.device.type):
             return None
         kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
-        if kept is None or not kept.holds((self, qk), x):
-            kept = self._prepare(qk)
+        if kept is None or not kept.holds((self, qk, v), x):
+            kept = self._prepare(qk, v)
         return None if kept is None else kept.made
 
     def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
@@ -79,14 +82,16 @@ class Coupling(nn.Module):
         """Projection and coupling prepared for inference, from the parameters as they are; None: as ever."""
         return None
 
-    def _prepare(self, qk: FactorisedQK) -> _Kept[AtRest] | None:
+    def _prepare(self, qk: FactorisedQK, v: nn.Linear | None) -> _Kept[AtRest] | None:
         self._forget()
         if not qk.plain or qk.q.weight.numel() > LARGEST_AT_REST:
             return None
         made = self.at_rest(qk)
         if made is None:
             return None
-        kept = self.__dict__["_kept"] = _Kept(made, (self, qk))
+        if v is not None:
+            made = made.with_values(v)
+        kept = self.__dict__["_kept"] = _Kept(made, (self, qk, v))
         return kept
 
     def idle(self) -> bool:
@@ -152,9 +157,9 @@ class Coupling(nn.Module):
 class _Kept(Generic[Made]):
     """What was made of the parameters of some modules, and whether they are still the same."""
 
-    def __init__(self, made: Made, sources: tuple[nn.Module, ...]) -> None:
+    def __init__(self, made: Made, sources: tuple[nn.Module | None, ...]) -> None:
         self.made, self.sources = made, sources
-        modules = [module for source in sources for module in source.modules()]
+        modules = [module for source in sources if source is not None for module in source.modules()]
         self.parts: list[tuple[dict[str, Any], str, object]] = [
             (owner, name, part)
             for module in modules
@@ -166,7 +171,7 @@ class _Kept(Generic[Made]):
         self.state = self._state()
         self.sums = self._sums()
 
-    def holds(self, sources: tuple[nn.Module, ...], x: object) -> bool:
+    def holds(self, sources: tuple[nn.Module | None, ...], x: object) -> bool:
         """Whether nothing was exchanged or changed since.
 
         Fused optimizers and writing through `.data` leave no trace but in the values. So those are looked at
