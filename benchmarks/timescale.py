@@ -22,13 +22,14 @@ import tyro
 from rich.table import Table
 
 from qkflow.attention import Attention
-from qkflow.bench.contestants import Shape, decoding_call, training_call
+from qkflow.bench.contestants import TURNS, Shape, decoding_call, share_weights, training_call
 from qkflow.bench.memory import peak_bytes
 from qkflow.bench.timing import Call, interleave
 from qkflow.console import emit_json, out, progress
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.models.accounting import flops_per_token
+from qkflow.models.decoding import Layouts
 from qkflow.timescale.variants import variant
 
 LENGTHS = (512, 1024, 2048, 4096)  # of which attention memory is measured
@@ -43,7 +44,7 @@ def main(
     batch: int = 8,
     length: int = 512,
     ratio: int = 8,
-    tokens: int = 32,
+    tokens: int = 8,
     rounds: int | None = None,
     threads: int | None = None,
     quick: bool = False,
@@ -59,8 +60,8 @@ def main(
         batch: Sequences a training step.
         length: Tokens a sequence, and of the prompt that is decoded from.
         ratio: P, the tokens a block.
-        tokens: Tokens decoded a call.
-        rounds: Paired timings a row; 9 unless given, 5 with --quick.
+        tokens: Tokens decoded a call; a multiple of P, so that every call completes as many blocks.
+        rounds: Paired timings a row; 9 unless given, 5 with --quick; in decoding eight times as many.
         threads: CPU threads; PyTorch's own choice by default.
         quick: A small shape and few rounds: a first look.
         json: Print one JSON object instead of tables.
@@ -135,8 +136,12 @@ def measure(configs: dict[str, ModelConfig], shape: Shape, rounds: int) -> list[
     def trained(name: str) -> Call:
         return training_call(Decoder(configs[name], seed=0), "model", shape, CPU, torch.float32)
 
+    layouts, fast = Layouts(), Decoder(configs["fast"], seed=0)
+
     def decoded(name: str) -> Call:
-        return decoding_call(Decoder(configs[name], seed=0), shape, CPU)
+        model = fast if name == "fast" else Decoder(configs[name], seed=0)
+        share_weights(model, fast)
+        return decoding_call(model, shape, CPU, layouts)
 
     flops = {name: flops_per_token(config, shape.length) for name, config in configs.items()}
     rows = []
@@ -145,7 +150,7 @@ def measure(configs: dict[str, ModelConfig], shape: Shape, rounds: int) -> list[
         arithmetic = flops["slow"] / flops[against]
         beyond = timed["ratio"] / arithmetic - 1
         rows.append({"what": "training step", **timed, "flop_ratio": arithmetic, "beyond_flops": beyond})
-    timed = race("decoding", "fast", decoded, rounds)
+    timed = race("decoding", "fast", decoded, rounds * TURNS["decode"])
     speed = {"speed": 1 / timed["ratio"], "tokens_per_second": shape.tokens / timed["seconds"]}
     return [*rows, {"what": "decoding", **timed, **speed}]
 
