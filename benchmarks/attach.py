@@ -1,6 +1,6 @@
 """What an attached coupling costs a `transformers` model, in training and in generation.
 
-    python benchmarks/attach.py --rounds 9 --batch 2 --threads 2 --prompts 1    # docs/huggingface.md
+    python benchmarks/attach.py --batch 2 --threads 2      # docs/huggingface.md
     python benchmarks/attach.py --couplings drift --rounds 9 --json
 
 A fresh Llama shape (width 512, 8 heads, 4 key/value heads) and copies of it with couplings attached take
@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from qkflow import console, hub
+from qkflow.bench.contestants import TURNS
 from qkflow.bench.timing import interleave
 
 Job = Callable[[], object]
@@ -94,8 +95,8 @@ def main(
     vocabulary: int = 8192,
     batch: int = 4,
     length: int = 256,
-    prompts: str = "1,16",
-    new_tokens: int = 24,
+    prompts: str = "1",
+    new_tokens: int = 8,
     rounds: int = 15,
     threads: int = 1,
     json: bool = False,
@@ -105,19 +106,22 @@ def main(
     plain: Any = llama(layers, vocabulary)
     coupled = {name: hub.attach(sharing(plain, plain), name, seed=0) for name in couplings.split(",")}
     later = {name: moved(sharing(plain, model)) for name, model in coupled.items()}
-    works: dict[str, tuple[dict[str, Any], Callable[[Any], Job]]] = {
-        f"training step, {batch}×{length} tokens": (later, lambda model: training(model, batch, length))
-    }
+    turns = rounds * TURNS["decode"]  # of generation, whose calls are short
+    works: dict[str, tuple[dict[str, Any], int, Callable[[Any], Job]]] = {
+        f"training step, {batch}×{length} tokens": (
+            later, rounds, lambda model: training(model, batch, length)
+        )
+    }  # fmt: skip
     for count in map(int, prompts.split(",")):
         for state, models in (("as attached", coupled), ("moved", later)):
             name = f"generate, {count} prompt{'s' if count > 1 else ''}, {state}"
-            works[name] = (models, lambda model, count=count: generation(model, count, new_tokens))
+            works[name] = (models, turns, lambda model, count=count: generation(model, count, new_tokens))
     result: dict[str, Any] = {}
     with console.progress() as bar:
-        task = bar.add_task("interleaving", total=rounds * len(works))
-        for name, (models, make) in works.items():
+        task = bar.add_task("interleaving", total=sum(times for _, times, _ in works.values()))
+        for name, (models, times, make) in works.items():
             jobs = {coupling: make(model) for coupling, model in models.items()}
-            found = interleave(make(plain), jobs, rounds=rounds, on_round=lambda: bar.advance(task))
+            found = interleave(make(plain), jobs, rounds=times, on_round=lambda: bar.advance(task))
             result[name] = {coupling: dataclasses.asdict(ratio) for coupling, ratio in found.items()}
     if json:
         console.emit_json(result)
