@@ -259,6 +259,11 @@ def _nothing_found(model: nn.Module) -> str:
 
 def _ask_layout(model: nn.Module, name: str, module: nn.Module, fused: str, heads: Heads) -> Layout:
     projection = module.get_submodule(fused)
+    if any(parameter.is_meta for parameter in projection.parameters()):
+        raise InputError(
+            f"'{name}.{fused}' has no weights yet (it is on the meta device), and how a fused projection is "
+            "cut is found out by running it: give the model its weights first"
+        )
     for layout in (Layout(heads, grouped=False), Layout(heads, grouped=True)):
         q, k, v = layout.rows()
 

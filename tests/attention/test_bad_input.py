@@ -11,6 +11,11 @@ from qkflow.attention.heads import Heads
 from qkflow.attention.registry import Registry
 from qkflow.models import Decoder, ModelConfig, preset
 
+
+def two_tokens(**given: torch.Tensor) -> torch.Tensor:
+    return Attention(16, 2)(torch.randn(3, 2, 16), **given)
+
+
 CASES = [
     (lambda: Attention(10, 3), "width 10 does not divide into 3 heads"),
     (lambda: Attention(16, 4, kv_heads=3), "4 heads cannot share 3 key/value heads evenly"),
@@ -24,8 +29,8 @@ CASES = [
     (lambda: Attention(16, 2, coupling="none:n=3"), "takes no options"),
     (lambda: Attention(16, 2, coupling="euler:n"), "write options as name:option=value"),
     (lambda: Attention(16, 2, coupling="euler:n=0"), "at least 1"),
-    (lambda: Attention(16, 2, coupling="euler:n=1.5"), "whole number of steps"),
-    (lambda: Attention(16, 2, coupling="euler:n=many"), "must be a number, not 'many'"),
+    (lambda: Attention(16, 2, coupling="euler:n=1.5"), "must be a whole number, not '1.5'"),
+    (lambda: Attention(16, 2, coupling="euler:n=many"), "must be a whole number, not 'many'"),
     (lambda: Attention(16, 2, coupling="leapfrog:conservative=7"), "must be true or false, not '7'"),
     (lambda: Attention(16, 2, coupling="euler:hidden=0"), "hidden size of a coupling network"),
     (lambda: Attention(16, 2, coupling="drift:step=nan"), "finite number"),
@@ -40,9 +45,21 @@ CASES = [
     (lambda: Attention(15, 3, scoring="differential", rope=False), "must be even"),
     (lambda: Attention(16, 2, start="gtp2"), "did you mean 'gpt2'"),
     (lambda: Attention(16, 2, start="symmetric=x"), "'x' is not a number"),
-    (lambda: Attention(16, 2, rope={"scaling": "log"}), "unknown rope scaling"),
+    (lambda: Attention(16, 2, rope={"scaling": "log"}), "unknown rope.scaling 'log'"),
     (lambda: Attention(16, 2, rope={"base": -1.0}), "must be positive"),
-    (lambda: Attention(16, 2, rope={"bse": 1.0}), "unknown rope option 'bse'"),
+    (lambda: Attention(16, 2, rope={"bse": 1.0}), "unknown key of rope 'bse'"),
+    (lambda: Attention(16, 2, rope={"factor": "fast"}), "rope.factor must be a number"),
+    (lambda: Attention(16, 2, rope=10_000.0), "'rope' must be a mapping"),
+    (lambda: Attention(16, 2, coupling="euler:hidden=2.5"), "hidden must be a whole number, not '2.5'"),
+    (lambda: Attention(16, 2, coupling=None), "name a part by its text"),
+    (lambda: Attention(16, 2, head_size=0), "head size must be at least 1"),
+    (lambda: Attention(16, 2, start="symmetric=nan"), "must be a finite number"),
+    (lambda: Attention(16, 2).new_cache(2, -1), "cannot hold -1 tokens"),
+    (lambda: two_tokens(padding=torch.ones(2, 2)), "padding is for 2 sequences, but there are 3"),
+    (lambda: two_tokens(documents=torch.ones(2)), r"documents must have the shape \(batch, tokens\)"),
+    (lambda: two_tokens(positions=torch.ones(2, 2)), r"positions are \(tokens\) or \(batch, tokens\)"),
+    (lambda: preset("tiny", hidden=-5), "model.hidden must be at least 1"),
+    (lambda: preset("tiny", norm_eps=float("nan")), "model.norm_eps must be a number above zero"),
     (lambda: Attention(16, 2)(torch.randn(2, 16)), r"shape \(batch, tokens, 16\), not \(2, 16\)"),
     (lambda: Attention(16, 2)(torch.randn(1, 4, 12)), r"not \(1, 4, 12\)"),
     (lambda: Attention(16, 2)(torch.randn(1, 4, 16), positions=torch.arange(3)), "positions covers 3 tokens"),

@@ -91,6 +91,18 @@ def test_broken_folders_are_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "coupling_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"do not fit its config"):
         hub.load(tiny("llama"), tmp_path)
+    model = tiny("llama")
+    config["layers"]["model.layers.0.self_attn"]["coupling"] = "euler"
+    config["layers"]["model.layers.1.self_attn"]["coupling"] = "euler:hidden=3"
+    (tmp_path / "coupling_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"do not fit its config"):
+        hub.load(model, tmp_path)
+    assert not hub.attached(model), "all or nothing"
+    (tmp_path / "coupling_config.json").write_text(json.dumps({**config, "layers": {}}))
+    with pytest.raises(InputError, match=r"names no layer"):
+        hub.load(model, tmp_path)
+    with pytest.raises(InputError, match=r"is a file: give a folder"):
+        hub.save(hub.attach(tiny("llama"), "euler"), tmp_path / "coupling_config.json")
     (tmp_path / "coupling_config.json").write_text(json.dumps({**config, "format": 99}))
     with pytest.raises(InputError, match=r"form that this version does not know"):
         hub.load(tiny("llama"), tmp_path)

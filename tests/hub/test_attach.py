@@ -191,6 +191,32 @@ def test_offloaded_models_run_coupled() -> None:
     torch.testing.assert_close(output(model, token_ids()), expected)
 
 
+@pytest.mark.parametrize("coupling", ["affine", "euler", "uncoupled"])
+def test_couplings_can_be_offloaded_with_their_layer(coupling: str) -> None:
+    from accelerate import cpu_offload
+
+    expected = output(hub.attach(tiny("llama"), coupling, seed=0), token_ids())
+    model = hub.attach(tiny("llama"), coupling, seed=0)
+    cpu_offload(model, execution_device="cpu", preload_module_classes=["CoupledLlamaAttention"])
+    torch.testing.assert_close(output(model, token_ids()), expected)
+    alone = hub.attach(tiny("llama"), coupling, seed=0)
+    cpu_offload(alone, execution_device="cpu")
+    with pytest.raises(InputError, match=r"preload_module_classes=\['CoupledLlamaAttention'\]"):
+        output(alone, token_ids())
+
+
+def test_our_own_model_can_be_offloaded() -> None:
+    from accelerate import cpu_offload
+
+    config = hub.QKFlowConfig(
+        vocabulary=96, layers=2, width=32, heads=4, tied=False, attention={"coupling": "euler"}
+    )
+    model = hub.QKFlowForCausalLM(config).eval()
+    expected = output(model, token_ids())
+    cpu_offload(model, execution_device="cpu", preload_module_classes=["Block"])
+    torch.testing.assert_close(output(model, token_ids()), expected)
+
+
 class EightBit(nn.Module):
     """A linear layer with whole-number weights, as quantisers make them."""
 
@@ -275,12 +301,76 @@ def test_bad_input_is_said_plainly() -> None:
         hub.merge(tiny("llama"))
     with pytest.raises(InputError, match=r"no attention layer 2: the model has 2"):
         hub.attach(tiny("llama"), layers=[2])
+    for wrong in (0, "0", [0.5]):
+        with pytest.raises(InputError, match=r"layers are whole numbers"):
+            hub.attach(tiny("llama"), layers=wrong)
     with pytest.raises(InputError, match=r"layers is empty"):
         hub.attach(tiny("llama"), layers=[])
     with pytest.raises(InputError, match=r"unknown coupling 'afine': did you mean 'affine'"):
         hub.attach(tiny("llama"), "afine")
     with pytest.raises(InputError, match=r"unknown option of coupling 'drift'"):
         hub.attach(tiny("llama"), "drift", hidden=3)
+    with torch.device("meta"):
+        fused = hf.GPT2LMHeadModel(tiny("gpt2").config)
+    with pytest.raises(InputError, match=r"no weights yet \(it is on the meta device\)"):
+        hub.attach(fused)
+    with pytest.raises(InputError, match=r"the model is on the meta device"):
+        hub.restart(fused)
+
+
+def test_a_layer_named_twice_is_coupled_once() -> None:
+    model = hub.attach(tiny("llama"), layers=[0, -1, 1, -2])
+    assert len(hub.attached(model)) == 2
+
+
+@pytest.mark.parametrize("coupling", ["affine", "drift", "euler"])
+def test_a_layer_may_change_in_place_what_it_projects(coupling: str) -> None:
+    torch.manual_seed(0)
+    config = hf.OlmoConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        clip_qkv=0.05,
+    )
+    model = hub.attach(hf.OlmoForCausalLM(config), coupling, seed=0)
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+class Helped(nn.Module):
+    """Projects in a method of its own, and gives its projections more than tokens if told to."""
+
+    head_dim, num_heads = 8, 2
+
+    def __init__(self, *more: object) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.more = nn.Linear(16, 16), nn.Linear(16, 16), more
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x, *self.more) @ self.k_proj(x).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor, asks: bool = True) -> torch.Tensor:
+        return self.scores(x) if asks else x
+
+
+def test_projections_are_coupled_wherever_the_layer_asks_for_them() -> None:
+    model, x = nn.Sequential(Helped()), torch.randn(1, 3, 16)
+    before = model(x)
+    hub.attach(model, "drift:step=3")
+    after = model(x)
+    assert not torch.allclose(after, before)
+    hub.merge(model)
+    torch.testing.assert_close(model(x), after, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_no_coupling_can_reach_says_so() -> None:
+    model, x = hub.attach(nn.Sequential(Helped(2.0)), "drift"), torch.randn(1, 3, 16)
+    with pytest.raises(InputError, match=r"gives its projections more than tokens"):
+        model(x)
+    with pytest.raises(InputError, match=r"never asked for its queries and keys"):
+        model[0](x, asks=False)
 
 
 def test_a_failed_attachment_changes_nothing() -> None:

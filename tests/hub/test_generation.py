@@ -109,6 +109,17 @@ def test_whatever_changes_the_weights_is_noticed(coupling: str, change: Callable
         assert torch.equal(after, output(fresh(model, coupling), token_ids()))
 
 
+@pytest.mark.parametrize("coupling", ["affine", "euler"])
+def test_changed_weights_are_noticed_when_a_text_begins_with_a_single_token(coupling: str) -> None:
+    model, first = hub.attach(tiny("llama"), coupling, seed=0), token_ids()[:, :1]
+    asked = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    model.generate(first, **asked)
+    through_data(model)
+    found = model.generate(first, **asked)
+    wanted = fresh(model, coupling).generate(first, **asked)
+    assert all(torch.equal(a, b) for a, b in zip(found.logits, wanted.logits, strict=True))
+
+
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
 def test_a_hook_on_a_projection_is_heard_in_generation(projection: str) -> None:
     model = hub.attach(tiny("llama"), "euler", seed=0)

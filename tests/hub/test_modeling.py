@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from qkflow import hub
+from qkflow.attention import merge
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
 from qkflow.hub.folders import fast_tokenizer
@@ -111,6 +112,38 @@ def test_generation_is_the_same_with_and_without_caches(variant: str) -> None:
     assert torch.equal(left[:, 3:], plain)
 
 
+def test_a_slow_path_generates_without_a_cache(tmp_path: Path) -> None:
+    model = causal(slow={"ratio": 4, "layers": 1, "start": 0.5})
+    ids = torch.randint(96, (2, 9))
+    out = model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == 3, "the slow path's blocks are not layers of the model"
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    made = again.generate(ids, max_new_tokens=5, do_sample=False, num_beams=2, pad_token_id=0)
+    assert torch.equal(
+        made, model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=2, pad_token_id=0)
+    )
+    with pytest.raises(InputError, match="pass use_cache=False"):
+        model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("coupling", ["drift:step=0.8", "euler:step=0.8", "leapfrog:n=2:step=0.8"])
+def test_a_merged_model_comes_back_as_it_was(coupling: str, tmp_path: Path) -> None:
+    model = causal(attention={"coupling": coupling}, start="fan_in")
+    ids = torch.randint(96, (2, 9))
+    before = model(ids).logits
+    merge(model)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    decoder = Decoder(model.model.decoder.config)
+    decoder.load_state_dict(model.model.decoder.state_dict())
+    if not coupling.startswith("drift"):
+        with pytest.raises(RuntimeError, match="drift_is_folded"):
+            causal(attention={"coupling": coupling}).load_state_dict(model.state_dict())
+
+
 def test_right_padding_changes_no_real_token() -> None:
     model, ids = causal(), prompt()
     padded = torch.cat([ids, torch.zeros(2, 4, dtype=torch.long)], dim=1)
@@ -140,6 +173,7 @@ def test_the_vocabulary_can_grow(tied: bool) -> None:
     model.resize_token_embeddings(100, mean_resizing=False)
     assert model(input_ids=prompt()).logits.shape[-1] == model.config.vocab_size == 100
     assert model.config.model_config().vocabulary == 100
+    assert hub.from_transformers(model).config.vocabulary == 100
 
 
 def test_classification_reads_the_last_real_token(tmp_path: Path) -> None:
@@ -183,5 +217,8 @@ def test_what_it_cannot_take_is_said() -> None:
         model(inputs_embeds=torch.randn(1, 2, 64))
     with pytest.raises(InputError, match=r"attention_mask must be \(batch, tokens\)"):
         model(input_ids=prompt(), attention_mask=torch.ones(2, 1, 7, 7))
+    with pytest.raises(InputError, match=r"attention_mask covers 3 tokens of 7"):
+        model(input_ids=prompt(), attention_mask=torch.ones(2, 3))
+    assert hub.QKFlowConfig(num_key_value_heads=2).model_config().kv_heads == 2
     with pytest.raises(InputError, match=r"unknown key of model 'layrs'"):
         hub.QKFlowConfig(shape={"vocabulary": 8, "layrs": 2})

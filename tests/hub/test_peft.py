@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
 from families import disturb, output, tiny, token_ids
 from qkflow import hub
+from qkflow.attention import merge
 from qkflow.errors import InputError
+from qkflow.models import Decoder, preset
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -66,6 +68,23 @@ def test_freezing_leaves_adapters_training() -> None:
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert all("lora_" in name or ".coupling." in name for name in trainable)
     assert any("lora_" in name for name in trainable)
+
+
+def test_freezing_leaves_every_kind_of_adapter_training() -> None:
+    config = IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[])
+    model = get_peft_model(tiny("llama"), config)
+    before = {name for name, p in model.named_parameters() if p.requires_grad}
+    hub.attach(model, "euler", freeze_base=True)
+    after = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert before <= after
+    assert all(".coupling." in name for name in after - before)
+
+
+def test_our_own_model_does_not_merge_under_lora() -> None:
+    decoder = Decoder(preset("tiny", vocabulary=32, attention={"coupling": "drift"}), seed=0)
+    inject_adapter_in_model(LoraConfig(target_modules=["q", "k"]), decoder)
+    with pytest.raises(InputError, match=r"stands in the place of the query or key projection"):
+        merge(decoder)
 
 
 def test_a_drift_does_not_merge_under_lora() -> None:

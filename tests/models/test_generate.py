@@ -74,6 +74,24 @@ def test_token_by_token_with_a_slow_path_that_is_heard(slow):
     check_token_by_token(model, length=14, read=5)
 
 
+def shifted(module, given, out):
+    return out + 1.0
+
+
+@pytest.mark.parametrize("place", ["blocks.0", "blocks.0.feed_forward.up", "blocks.1.attention.ov.v", "norm"])
+def test_a_hook_is_heard_however_many_tokens_are_made(place):
+    model = small_model()
+    model.get_submodule(place).register_forward_hook(shifted)
+    made = generate(model, prompt(), LONG, temperature=0)
+    assert torch.equal(made, without_cache(model, prompt(), LONG))
+
+
+def test_no_temperature_is_too_low():
+    model = small_model()
+    coldest = generate(model, prompt(), 5, temperature=1e-40, seed=0)
+    assert torch.equal(coldest, generate(model, prompt(), 5, temperature=0))
+
+
 def test_prompts_of_different_lengths():
     model = small_model()
     short, long = prompt(length=3), prompt(length=7)

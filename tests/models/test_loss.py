@@ -77,3 +77,18 @@ def test_without_gradients_nothing_is_computed_for_them():
 
     model = Decoder(preset("tiny", vocabulary=64, layers=1), seed=0)
     assert flops_per_token(model, 16) == 3 * flops_per_token(model, 16, training=False)
+
+
+def test_where_no_token_counts_the_loss_and_its_gradient_are_zero():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    loss = cross_entropy(hidden, weight, torch.full((4,), -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("target", [-1, 16])
+def test_a_target_outside_the_vocabulary_is_an_error(target):
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        cross_entropy(torch.randn(2, 8), torch.randn(16, 8), torch.tensor([3, target]))

@@ -25,6 +25,8 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if batch < 0 or capacity < 0:
+            raise InputError(f"a cache cannot hold {capacity} tokens of {batch} sequences")
         self.keys = torch.empty(batch, key_heads, capacity, key_size, device=device, dtype=dtype)
         self.values = torch.empty(batch, value_heads, capacity, value_size, device=device, dtype=dtype)
         self.length = 0

@@ -6,7 +6,7 @@ parameterisations FAFO, FACO, CAFO, CACO of Vashisht & Ramaswamy (2026), QK's le
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,21 @@ from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError, unknown
 
 CIRCUITS = ("FAFO", "FACO", "CAFO", "CACO")
+
+
+def untouched(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether calling this layer is no more than a product with its weight: no adapter, no hook."""
+    return type(layer) is nn.Linear and unwatched(layer)
+
+
+def unwatched(module: nn.Module) -> bool:
+    """Whether calling this module runs its class's forward and nothing else."""
+    return "forward" not in module.__dict__ and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 class FactorisedQK(nn.Module):
@@ -36,7 +51,7 @@ class FactorisedQK(nn.Module):
     @property
     def plain(self) -> bool:
         """Whether projecting is no more than a product with the weights: nothing stands in their place."""
-        return type(self.q) is nn.Linear and type(self.k) is nn.Linear
+        return untouched(self.q) and untouched(self.k)
 
     def keys(self, x: Tensor) -> Tensor:
         keys: Tensor = self.k(x)

@@ -34,6 +34,7 @@ def build_mask(
     padding: Tensor | None = None,
     documents: Tensor | None = None,
     device: torch.device | None = None,
+    batch: int | None = None,
 ) -> Mask:
     """Combine every reason not to see a key.
 
@@ -41,8 +42,13 @@ def build_mask(
     `documents` (B, S) numbers each token's document; both cover all keys.
     """
     for name, given in (("padding", padding), ("documents", documents)):
-        if given is not None and given.shape[-1] != keys:
-            raise InputError(f"{name} covers {given.shape[-1]} tokens, but there are {keys}")
+        if given is None:
+            continue
+        _check_rows(name, given)
+        if given.shape[1] != keys:
+            raise InputError(f"{name} covers {given.shape[1]} tokens, but there are {keys}")
+        if batch is not None and given.shape[0] not in (1, batch):
+            raise InputError(f"{name} is for {given.shape[0]} sequences, but there are {batch}")
     plain = padding is None and documents is None
     if plain and window is None and (not causal or queries == keys):
         # a branch, not a value: a compiler that holds the length as a symbol then settles it
@@ -67,7 +73,13 @@ def build_mask(
 
 def document_positions(documents: Tensor) -> Tensor:
     """Positions (B, T) that restart at 0 with each document."""
+    _check_rows("documents", documents)
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return index - torch.where(starts, index, 0).cummax(dim=1).values
+
+
+def _check_rows(name: str, given: Tensor) -> None:
+    if given.dim() != 2:
+        raise InputError(f"{name} must have the shape (batch, tokens), not {tuple(given.shape)}")

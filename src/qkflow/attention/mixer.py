@@ -70,7 +70,7 @@ class Attention(nn.Module):
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         kv_heads = heads if kv_heads is None else kv_heads
         _check_shape(width, heads, kv_heads, head_size, window, dropout)
-        head_size = head_size or width // heads
+        head_size = width // heads if head_size is None else head_size
         rope = Rotary.of(rope)
         if rope is not None:
             check_size(head_size)
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         if mask is None:
-            mask = self.mask_for(x.shape[1], k.shape[1], padding, documents, x.device)
+            mask = self.mask_for(x.shape[1], k.shape[1], padding, documents, x.device, x.shape[0])
         dropout = self.dropout if self.training else 0.0
         gathered = self.scoring(q, k, v, mask=mask, scale=self.scale, dropout=dropout, x=x)
         return self.ov.write(gathered)
@@ -131,7 +131,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The textbook form of the whole layer: its output and its weights (B, heads, T, S)."""
         q, k, v = self._prepare(x, context, positions, documents, None, None, textbook=True)
-        mask = self.mask_for(x.shape[1], k.shape[1], padding, documents, x.device)
+        mask = self.mask_for(x.shape[1], k.shape[1], padding, documents, x.device, x.shape[0])
         gathered, weights = self.scoring.reference(q, k, v, mask=mask, scale=self.scale, x=x)
         return self.ov.write(gathered), weights
 
@@ -151,7 +151,8 @@ class Attention(nn.Module):
         if textbook:
             q, k = self.coupling.reference(*self.qk(x, source))
         elif context is None and isinstance(self.qk, FactorisedQK):
-            q, k = self.coupling.from_input(x, self.qk)
+            in_midst = cache is not None and cache.length > 0
+            q, k = self.coupling.from_input(x, self.qk, in_midst=in_midst)
         else:
             q, k = self.coupling(*self.qk(x, source))
         if self.q_norm is not None and self.k_norm is not None:
@@ -182,6 +183,11 @@ class Attention(nn.Module):
                 positions = torch.arange(past, past + length, device=x.device)
         elif positions.shape[-1] != length:
             raise InputError(f"positions covers {positions.shape[-1]} tokens, but x has {length}")
+        elif positions.dim() > 2 or (positions.dim() == 2 and positions.shape[0] not in (1, x.shape[0])):
+            raise InputError(
+                f"positions are (tokens) or (batch, tokens), here for {x.shape[0]} sequences, not "
+                f"{tuple(positions.shape)}"
+            )
         return self.rope.rotation(positions, self.heads.size, x.dtype)
 
     def mask_for(
@@ -191,6 +197,7 @@ class Attention(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
         device: torch.device | None = None,
+        batch: int | None = None,
     ) -> Mask:
         return build_mask(
             queries,
@@ -200,6 +207,7 @@ class Attention(nn.Module):
             padding=padding,
             documents=documents,
             device=device,
+            batch=batch,
         )
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -219,12 +227,20 @@ class Attention(nn.Module):
         """
         if not isinstance(self.qk, FactorisedQK):
             raise InputError("a collapsed query-key circuit has no key projection to fold a drift into")
+        if not self.qk.plain:
+            raise InputError(
+                "something stands in the place of the query or key projection (an adapter, a hook), so no "
+                "drift can be folded into its weights: merge or remove that first"
+            )
         amount = self.coupling.fold()
-        if amount is not None:
-            self.qk.fold_drift(amount)
+        if amount is None:
+            return self
+        self.qk.fold_drift(amount)
         if self.coupling_spec.name == "drift":
             self.coupling_spec = Spec("none")
             self.coupling = couplings.build(self.coupling_spec, self.heads)
+        else:
+            self.coupling_spec = Spec(self.coupling_spec.name, {**self.coupling_spec.options, "folded": True})
         return self
 
     def start_parameters(self, draw: Draw) -> None:
@@ -240,6 +256,8 @@ class Attention(nn.Module):
                 )
         if context is None:
             return
+        if context.shape[0] != x.shape[0]:
+            raise InputError(f"context holds {context.shape[0]} sequences, but x has {x.shape[0]}")
         if self.coupling_spec.name != "none":
             raise InputError(
                 f"coupling '{self.coupling_spec.name}' needs a token's own query and key, and in "
@@ -257,10 +275,17 @@ class Attention(nn.Module):
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Fold the drift of every attention layer of a model into its projections, in place."""
-    for module in model.modules():
+    """Fold the drift of every attention layer of a model into its projections, in place.
+
+    Modules that keep a config, and so have a method `couplings_changed`, are told, inner ones first.
+    """
+    modules = list(model.modules())
+    for module in modules:
         if isinstance(module, Attention):
             module.merge()
+    for module in reversed(modules):
+        if hasattr(module, "couplings_changed"):
+            module.couplings_changed()  # type: ignore[operator]
     return model
 
 
@@ -269,6 +294,8 @@ def _check_shape(
 ) -> None:
     if heads < 1 or kv_heads < 1 or width < 1:
         raise InputError(f"width {width}, heads {heads} and kv_heads {kv_heads} must all be at least 1")
+    if head_size is not None and head_size < 1:
+        raise InputError(f"the head size must be at least 1, not {head_size}")
     if head_size is None and width % heads:
         raise InputError(
             f"width {width} does not divide into {heads} heads: choose another, or give head_size"

@@ -29,6 +29,8 @@ class Spec:
     def parse(cls, text: str | Spec) -> Spec:
         if isinstance(text, Spec):
             return text
+        if not isinstance(text, str):
+            raise InputError(f"name a part by its text, e.g. 'leapfrog:n=7', not {text!r}")
         name, *pairs = text.split(":")
         options = {}
         for pair in pairs:
@@ -60,8 +62,8 @@ def _plain(value: Any) -> str:
 
 
 def _check_kind(what: str, value: Any, default: Any) -> None:
-    """A value must be of its default's kind: a switch, a number or a word."""
-    kinds = {"true or false": (bool,), "a number": (int, float), "a word": (str,)}
+    """A value must be of its default's kind: a switch, a whole number, any number or a word."""
+    kinds = {"true or false": (bool,), "a whole number": (int,), "a number": (int, float), "a word": (str,)}
     for word, kind in kinds.items():
         if isinstance(default, kind):  # a bool is an int, so switches come first
             if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):

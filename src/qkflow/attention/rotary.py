@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qkflow.by_hand import ByHand
-from qkflow.errors import InputError, unknown
+from qkflow.errors import InputError
+from qkflow.plain import read
 
 # cos of each pair's angle for both of its members, and sin, negative for the first: (T, 1, D) or (B, T, 1, D)
 Rotation = tuple[Tensor, Tensor]
@@ -70,11 +70,7 @@ class Rotary:
             return value
         if isinstance(value, bool):
             return cls() if value else None
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key in value:
-            if key not in known:
-                raise unknown("rope option", key, known)
-        return cls(**value)
+        return read(cls, value, "rope")
 
 
 def check_size(size: int) -> None:

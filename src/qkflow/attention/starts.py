@@ -23,6 +23,7 @@ are on `gpt2`.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -63,6 +64,8 @@ class Start:
             strength = float(number) if number else MODIFIERS[name]
         except ValueError:
             raise InputError(f"start '{text}': '{number}' is not a number") from None
+        if not math.isfinite(strength):
+            raise InputError(f"start '{text}': its strength must be a finite number, not {number}")
         return cls(base or USUAL_BASE[name], name, strength)
 
     def __str__(self) -> str:

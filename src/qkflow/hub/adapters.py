@@ -31,6 +31,8 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 def save(model: nn.Module, folder: str | Path) -> Path:
     """Write the couplings attached to `model`, and nothing else, into `folder`."""
     model, folder = inner_model(model), Path(folder)
+    if folder.is_file():
+        raise InputError(f"'{folder}' is a file: give a folder to save the coupling in")
     layers = attached(model)
     if not layers:
         raise InputError("no coupling is attached to this model, so there is nothing to save")
@@ -56,12 +58,14 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     sites = {site.name: site for site in self_attentions(base)}
     for name, wanted in config["layers"].items():
         _check_fits(name, wanted, sites, folder)
+    parts = {}
     for name, wanted in config["layers"].items():
         site = sites[name]
         where = placement(site.module.get_submodule(site.q), base)
-        part = couplings.build(wanted["coupling"], site.heads, where)
-        _fill(part, f"{name}.coupling.", tensors, folder)
-        couple_layer(site, wanted["coupling"], part)
+        parts[name] = couplings.build(wanted["coupling"], site.heads, where)
+        _fill(parts[name], f"{name}.coupling.", tensors, folder)
+    for name, part in parts.items():  # once all are known to fit
+        couple_layer(sites[name], config["layers"][name]["coupling"], part)
     return model
 
 
@@ -95,12 +99,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text())
         known = config["format"] == FORMAT and all(
             {"coupling", "heads", "key_heads", "head_size"} <= set(layer)
+            and isinstance(layer["coupling"], str)
             for layer in config["layers"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"'{path}' is not a coupling's config ({error})") from None
     if not known:
         raise InputError(f"'{path}' has a form that this version does not know: upgrade qkflow")
+    if not config["layers"]:
+        raise InputError(f"'{path}' names no layer, so there is nothing to attach")
     return config
 
 

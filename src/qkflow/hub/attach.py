@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ from qkflow.attention.registry import Spec
 from qkflow.attention.starts import Draw, Start, Startable
 from qkflow.errors import InputError
 from qkflow.hub.coupled import CoupledAttention, couple_layer, uncouple_layer
+
+PEFT_PARTS = (".modules_to_save.", "prompt_encoder.")  # besides its adapter layers
 
 
 def attach(
@@ -102,11 +105,23 @@ def attached(model: nn.Module) -> list[tuple[str, CoupledAttention]]:
 
 def freeze(model: nn.Module) -> None:
     """Train the couplings, and adapters that PEFT has put in, but nothing of the model itself."""
+    adapters = {
+        id(parameter)
+        for module in model.modules()
+        for name in getattr(module, "adapter_layer_names", ())  # what PEFT calls the parts that it put in
+        for parameter in _parameters(getattr(module, name, None))
+    }
     for name, parameter in model.named_parameters():
         if ".coupling." in name:
             parameter.requires_grad_(True)
-        elif "lora_" not in name and ".modules_to_save." not in name:
+        elif id(parameter) not in adapters and not any(part in name for part in PEFT_PARTS):
             parameter.requires_grad_(False)
+
+
+def _parameters(part: object) -> Iterable[nn.Parameter]:
+    if isinstance(part, nn.Module):
+        return part.parameters()
+    return [part] if isinstance(part, nn.Parameter) else []
 
 
 def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
@@ -124,14 +139,18 @@ def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
 def _choose(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
     if layers is None:
         return sites
-    chosen = []
-    for layer in dict.fromkeys(layers):
-        if not -len(sites) <= layer < len(sites):
-            raise InputError(f"there is no attention layer {layer}: the model has {len(sites)}, from 0")
-        chosen.append(sites[layer])
-    if not chosen:
+    try:
+        numbers = [operator.index(layer) for layer in layers]
+    except TypeError:
+        raise InputError(
+            f"layers are whole numbers, counted from 0 or from the end, e.g. layers=[0, -1], not {layers!r}"
+        ) from None
+    if not numbers:
         raise InputError("layers is empty: name at least one attention layer, or leave it out for all")
-    return chosen
+    for number in numbers:
+        if not -len(sites) <= number < len(sites):
+            raise InputError(f"there is no attention layer {number}: the model has {len(sites)}, from 0")
+    return [sites[number] for number in dict.fromkeys(number % len(sites) for number in numbers)]
 
 
 def refuse_coupled(site: Site) -> None:

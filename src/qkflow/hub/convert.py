@@ -137,7 +137,7 @@ def _refuse_unlike_llama(model: Decoder) -> None:
         f"the collapsed circuit '{attention.circuit}'": attention.circuit != "FAFO",
         "query-key norms": attention.qk_norm,
         "a window": attention.window is not None,
-        "no rotary positions": not attention.rope,
+        "no rotary positions": _attentions(model)[0].rope is None,
         "a GELU feed-forward": shape.feed_forward != "swiglu",
     }
     found = [what for what, there in unlike.items() if there]
@@ -178,7 +178,7 @@ def _rope_to_llama(model: Decoder) -> dict[str, Any]:
             "high_freq_factor": rope.high,
             "original_max_position_embeddings": rope.original_length,
         }
-    base = rope.base * (rope.factor ** (size / (size - 2)) if rope.scaling == "ntk" else 1.0)
+    base = rope.base * (rope.factor ** (size / max(size - 2, 1)) if rope.scaling == "ntk" else 1.0)
     return {"rope_type": "default", "rope_theta": base}
 
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from qkflow.anatomy import Layout, Site
-from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.circuits import FactorisedQK, untouched
 from qkflow.attention.couplings import Coupling
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
@@ -52,13 +52,22 @@ class CoupledAttention(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         coupling = self._modules["coupling"]
-        tokens = args[0] if args else next(iter(kwargs.values()), None)  # where every family has them
-        if isinstance(coupling, Coupling) and coupling.passes_by(tokens):
+        in_midst = not self.training and self._in_midst(*args, *kwargs.values())
+        if isinstance(coupling, Coupling) and coupling.passes_by(in_midst):
             return self.original.forward(self, *args, **kwargs)
-        view = (SeparateView if self.coupling_plan.layout is None else FusedView)(self)
+        view = (SeparateView if self.coupling_plan.layout is None else FusedView)(self, in_midst)
         out = self.original.forward(view, *args, **kwargs)
         view.finish()
         return out
+
+    def _in_midst(self, *given: Any) -> bool:
+        """Whether a cache among what the layer was given already holds the beginning of the text."""
+        if torch.compiler.is_compiling():
+            return False
+        for value in given:
+            if not isinstance(value, Tensor) and hasattr(value, "get_seq_length"):
+                return bool(value.get_seq_length(getattr(self, "layer_idx", None) or 0))
+        return False
 
     def __reduce__(self) -> Any:
         # a class made at run time cannot be found by its name, so copies and pickles make it anew
@@ -83,19 +92,25 @@ def _empty(original: type[nn.Module]) -> nn.Module:
 class View:
     """A layer as its own forward sees it for one call."""
 
-    def __init__(self, layer: CoupledAttention) -> None:
+    def __init__(self, layer: CoupledAttention, in_midst: bool) -> None:
         if not torch.compiler.is_compiling():
             # at hand, so that they need not be looked up one by one, which generation would feel
             vars(self).update(vars(layer))
             vars(self).update(layer._modules)
-        self.coupled_layer = layer
+        self.coupled_layer, self.coupled_in_midst = layer, in_midst
+        self.coupled_input: Tensor | None = None  # of the projections, once they were asked
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.coupled_layer, name)
+        value = getattr(self.coupled_layer, name)
+        if isinstance(value, MethodType) and value.__self__ is self.coupled_layer:
+            return MethodType(value.__func__, self)  # the layer's own methods see the view as well
+        return value
 
     def couple(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Couple (B, T, H, D) and (B, T, G, D); what comes out has the precision that went in."""
         coupling = self.coupled_layer.coupling
+        if isinstance(coupling, Coupling):
+            coupling.refuse_offloaded(q, around=type(self.coupled_layer).__name__)
         if not torch.is_autocast_enabled(q.device.type):
             out: tuple[Tensor, Tensor] = coupling(q, k)
             return out
@@ -107,6 +122,11 @@ class View:
 
     def finish(self) -> None:
         """The layer's forward is over."""
+        if self.coupled_input is None:
+            raise InputError(
+                f"{type(self.coupled_layer).__name__} never asked for its queries and keys, so the coupling "
+                "would have no effect: detach this layer"
+            )
 
 
 class SeparateView(View):
@@ -115,21 +135,22 @@ class SeparateView(View):
     What is prepared for inference yields the values as well, for when they are asked for.
     """
 
-    def __init__(self, layer: CoupledAttention) -> None:
-        super().__init__(layer)
-        self.coupled_input: Tensor | None = None
+    def __init__(self, layer: CoupledAttention, in_midst: bool) -> None:
+        super().__init__(layer, in_midst)
         self.coupled_q: Tensor | None = None
         self.coupled_k: Tensor | None = None
         setattr(self, layer.coupling_plan.q, self.queries)
         setattr(self, layer.coupling_plan.k, self.keys)
 
-    def queries(self, x: Tensor) -> Tensor | None:
+    def queries(self, x: Tensor, *more: Any) -> Tensor | None:
+        self._refuse(more)
         if self.coupled_input is not x:
             self._project(x)
         q, self.coupled_q = self.coupled_q, None
         return q
 
-    def keys(self, x: Tensor) -> Tensor | None:
+    def keys(self, x: Tensor, *more: Any) -> Tensor | None:
+        self._refuse(more)
         if self.coupled_input is not x:
             self._project(x)
         k, self.coupled_k = self.coupled_k, None
@@ -149,11 +170,12 @@ class SeparateView(View):
         if plan.circuit is not None and self._as_found(plan.circuit, x):
             assert isinstance(coupling, Coupling)
             to_v = parts.get(plan.v or "")
-            at_rest = coupling.resting(x, plan.circuit, to_v if _untouched(to_v) else None)
+            v = to_v if untouched(to_v) else None
+            at_rest = coupling.resting(x, plan.circuit, v, self.coupled_in_midst)
             if at_rest is not None:
-                self.coupled_q, self.coupled_k, v = at_rest(x)
-                if plan.v is not None and _untouched(to_v):
-                    setattr(self, plan.v, lambda given: v if given is x else to_v(given))
+                self.coupled_q, self.coupled_k, values = at_rest(x)
+                if plan.v is not None and v is not None:
+                    setattr(self, plan.v, lambda given: values if given is x else v(given))
                 return
             q, k = coupling.together(x, plan.circuit)
         else:
@@ -161,7 +183,17 @@ class SeparateView(View):
             q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
             k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
             q, k = self.couple(q, k)
-        self.coupled_q, self.coupled_k = (part.reshape(*x.shape[:-1], -1) for part in (q, k))
+        q, k = (part.reshape(*x.shape[:-1], -1) for part in (q, k))
+        if getattr(getattr(self, "config", None), "clip_qkv", None) is not None and torch.is_grad_enabled():
+            q, k = q.clone(), k.clone()  # the layer clips in place what the backward pass has kept
+        self.coupled_q, self.coupled_k = q, k
+
+    def _refuse(self, more: tuple[Any, ...]) -> None:
+        if more:
+            raise InputError(
+                f"{type(self.coupled_layer).__name__} gives its projections more than tokens, so no coupling "
+                "can stand behind them: detach this layer"
+            )
 
     def _as_found(self, circuit: FactorisedQK, x: Tensor) -> bool:
         """Whether projecting and coupling may be one: nothing has been put in anything's place since."""
@@ -170,14 +202,15 @@ class SeparateView(View):
         return (
             found["q"] is to_q
             and found["k"] is to_k
-            and _untouched(to_q)
-            and _untouched(to_k)
+            and untouched(to_q)
+            and untouched(to_k)
             and x.dim() == 3
             and isinstance(parts["coupling"], Coupling)
             and not torch.is_autocast_enabled(x.device.type)
         )
 
     def finish(self) -> None:
+        super().finish()
         if (self.coupled_q is None) != (self.coupled_k is None):
             raise InputError(
                 f"{type(self.coupled_layer).__name__} used its query without its own key, as layers do that "
@@ -188,13 +221,14 @@ class SeparateView(View):
 class FusedView(View):
     """One projection gives queries, keys and values: cut, couple, and put together again."""
 
-    def __init__(self, layer: CoupledAttention) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: CoupledAttention, in_midst: bool) -> None:
+        super().__init__(layer, in_midst)
         setattr(self, layer.coupling_plan.q, self.fused)
 
     def fused(self, x: Tensor) -> Tensor:
         layer, plan = self.coupled_layer, self.coupled_layer.coupling_plan
         assert plan.layout is not None
+        self.coupled_input = x
         out: Tensor = getattr(layer, plan.q)(x)
         q, k, v = plan.layout.split(out.view(-1, *out.shape[-2:]))
         return plan.layout.join(*self.couple(q, k), v).view(out.shape)
@@ -222,21 +256,11 @@ def _circuit(site: Site, part: nn.Module) -> FactorisedQK | None:
         return None
     if site.layout is not None or not isinstance(q, nn.Linear) or not isinstance(k, nn.Linear):
         return None
-    if (q.bias is None) != (k.bias is None) or not _untouched(q) or not _untouched(k):
+    if (q.bias is None) != (k.bias is None) or not untouched(q) or not untouched(k):
         return None
     circuit = FactorisedQK(1, Heads(1, 1, 1, 1, 1, 1, 1), bias=False, device="meta")
     circuit.heads, circuit.q, circuit.k = site.heads, q, k
     return circuit
-
-
-def _untouched(projection: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether calling this layer is no more than a product with its weight."""
-    return (
-        type(projection) is nn.Linear
-        and "forward" not in projection.__dict__
-        and not projection._forward_hooks
-        and not projection._forward_pre_hooks
-    )
 
 
 def _change_class(layer: nn.Module, cls: type[nn.Module]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -62,6 +63,11 @@ def import_model(source: str | Path, out: str | Path) -> nn.Module:
     model, words = _pretrained(str(source))
     decoder = from_transformers(model)
     tokenizer = _our_tokenizer(words)
+    if tokenizer.vocab_size > decoder.config.vocabulary:
+        raise InputError(
+            f"the tokenizer of '{source}' knows {tokenizer.vocab_size} tokens, the model only "
+            f"{decoder.config.vocabulary}: resize its embeddings, or give the tokenizer it was trained with"
+        )
     training = _training()
     with _whole_folder(Path(out)) as folder:
         training.save(folder / "model", decoder.config, training.full_weights(decoder), tokenizer)
@@ -73,9 +79,10 @@ def is_run(path: Path) -> bool:
     for config in (path / "config.json", path / "model" / "config.json"):
         if config.is_file():
             try:
-                return "format" in json.loads(config.read_text())
+                written = json.loads(config.read_text())
             except ValueError:
                 return False
+            return isinstance(written, dict) and "format" in written
     return False
 
 
@@ -120,13 +127,17 @@ def _require(source: str) -> None:
 
 def _pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     _require(source)
+    model = _opened(AutoModelForCausalLM, source, "as a causal model")
+    return model, _opened(AutoTokenizer, source, "for its tokenizer")
+
+
+def _opened(kind: Any, source: str, what: str) -> Any:
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False)
-        words = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"'{source}' cannot be opened as a causal model: {reason}") from error
-    return model, words
+        return kind.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = lines[0].rstrip(":") if lines else type(error).__name__
+        raise InputError(f"'{source}' cannot be opened {what}: {reason}") from error
 
 
 def _training() -> Any:

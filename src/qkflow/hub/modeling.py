@@ -29,7 +29,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from qkflow.attention.starts import Draw, Start, Startable
 from qkflow.errors import InputError
@@ -70,6 +70,8 @@ class QKFlowConfig(PreTrainedConfig):
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in MODEL_FIELDS}
         start = self.shape or preset("tiny").to_dict()
         self.shape = ModelConfig.from_dict({**start, **given}).to_dict()
+        if self.shape["slow"] is not None:  # its state has no place in a cache of transformers
+            self.use_cache = False
         super().__post_init__(**kwargs)
 
     vocab_size = _shared("vocabulary", "size of the vocabulary")
@@ -82,6 +84,10 @@ class QKFlowConfig(PreTrainedConfig):
     def num_key_value_heads(self) -> int:
         kv_heads: int | None = (self.shape or {})["kv_heads"]
         return kv_heads or self.num_attention_heads
+
+    @num_key_value_heads.setter
+    def num_key_value_heads(self, value: int) -> None:
+        self.shape = {**(self.shape or {}), "kv_heads": value}
 
     def model_config(self) -> ModelConfig:
         return ModelConfig.from_dict(self.shape or {})
@@ -115,7 +121,9 @@ class QKFlowPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _supports_sdpa = True
-    _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": Block}
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "hidden_states": OutputRecorder(Block, layer_name="decoder.blocks")  # not the slow path's
+    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -159,6 +167,10 @@ class QKFlowModel(QKFlowPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.decoder.embedding = value
+        self.decoder.config = dataclasses.replace(self.decoder.config, vocabulary=len(value.weight))
+
+    def couplings_changed(self) -> None:
+        self.config.shape = self.decoder.config.to_dict()
 
     @capture_outputs
     def forward(
@@ -175,7 +187,20 @@ class QKFlowModel(QKFlowPreTrainedModel):
             raise InputError("a qkflow model reads input_ids; inputs_embeds is not supported")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise InputError("attention_mask must be (batch, tokens), 1 at real tokens and 0 at padding")
+        if attention_mask is not None and attention_mask.shape[0] != input_ids.shape[0]:
+            raise InputError(
+                f"attention_mask is for {attention_mask.shape[0]} sequences, not {input_ids.shape[0]}"
+            )
+        if attention_mask is not None and attention_mask.shape[1] < input_ids.shape[1]:
+            raise InputError(
+                f"attention_mask covers {attention_mask.shape[1]} tokens of {input_ids.shape[1]}"
+            )
         use_cache = self.config.use_cache if use_cache is None else use_cache
+        if self.decoder.slow is not None and (use_cache or past_key_values is not None):
+            raise InputError(
+                "a slow path keeps what no cache of transformers has a place for: pass use_cache=False, or "
+                "decode with qkflow.models.generate"
+            )
         if self.training and self.gradient_checkpointing:
             use_cache = False
         if use_cache and past_key_values is None:
@@ -202,6 +227,8 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = QKFlowModel(config)
         self.post_init()
+        if self.model.decoder.slow is not None and self.generation_config is not None:
+            self.generation_config.use_cache = False
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

@@ -48,6 +48,8 @@ def restart(model: nn.Module, start: str | Start = "gpt2", *, seed: int | None =
     Whatever the model has learned is lost: this is for models that have not been trained.
     """
     parsed = Start.parse(start)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("the model is on the meta device, with no weights to start: give it memory first")
     sites, roles = self_attentions(model), roles_of(model)
     layers = [
         (site, *_projections(model, site, roles)) for site in sites

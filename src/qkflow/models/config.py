@@ -46,9 +46,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.feed_forward not in get_args(FeedForward):
             raise unknown("feed-forward", self.feed_forward, get_args(FeedForward))
-        for name in ("vocabulary", "layers", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"model.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "head_size", "hidden"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"model.{name} must be at least 1, not {value}")
+        if not 0 < self.norm_eps < float("inf"):
+            raise InputError(f"model.norm_eps must be a number above zero, not {self.norm_eps}")
         if self.slow is not None:
             self.slow.injections(self.layers)  # refuses gates without a layer
 

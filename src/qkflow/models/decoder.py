@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkflow.attention import Attention, KVCache
+from qkflow.attention.couplings.base import refuse_offloaded
 from qkflow.attention.masks import Mask
 from qkflow.attention.rotary import Rotation
 from qkflow.attention.starts import Draw, fill, initialise
@@ -138,7 +139,7 @@ class Decoder(nn.Module):
         past = caches[0].length if caches else 0
         first: Attention = self.blocks[0].attention  # type: ignore[assignment]
         rotation = first.rotation_for(x, positions, documents, past)
-        mask = first.mask_for(length, past + length, padding, documents, x.device)
+        mask = first.mask_for(length, past + length, padding, documents, x.device, x.shape[0])
         if self.slow is not None:
             heard = self.slow(x, padding=padding, documents=documents, cache=caches[-1] if caches else None)
         for layer, block in enumerate(self.blocks):
@@ -151,13 +152,30 @@ class Decoder(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
+    def couplings_changed(self) -> None:
+        """Have the config say what the couplings are by now: whoever saves it must be able to build this."""
+        attention: Attention = self.blocks[0].attention  # type: ignore[assignment]
+        slow = self.config.slow
+        if self.slow is not None and slow is not None:
+            spec = str(self.slow.blocks[0].attention.coupling_spec)  # type: ignore[union-attr]
+            slow = dataclasses.replace(slow, attention={**slow.attention, "coupling": spec})
+        self.config = dataclasses.replace(
+            self.config,
+            attention=dataclasses.replace(self.config.attention, coupling=str(attention.coupling_spec)),
+            slow=slow,
+        )
+
     @property
     def output_weight(self) -> Tensor:
         """The matrix (V, width) that turns hidden states into logits."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.output_weight)
+        if self.head is not None:
+            out: Tensor = self.head(hidden)
+            return out
+        refuse_offloaded(self.embedding.weight, hidden, around="QKFlowForCausalLM")
+        return F.linear(hidden, self.embedding.weight)
 
     def new_caches(self, batch: int, capacity: int) -> list[KVCache | SlowCache]:
         """One empty cache a layer, and after them the slow path's if there is one."""

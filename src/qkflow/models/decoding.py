@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.attention import Attention, KVCache
-from qkflow.attention.circuits import FactorisedOV, FactorisedQK
+from qkflow.attention import KVCache
+from qkflow.attention.circuits import FactorisedOV, FactorisedQK, untouched, unwatched
 from qkflow.attention.couplings.at_rest import AsEver, for_products, plain
 from qkflow.attention.masks import Mask
 from qkflow.attention.rotary import Rotation, rotate_
@@ -60,13 +60,15 @@ class TokenByToken:
 
     @staticmethod
     def suits(model: Decoder) -> bool:
-        """Whether this way of decoding knows the model's parts and pays on its device."""
+        """Whether this way of decoding knows the model's parts, as we made them, and pays here."""
         weight = model.embedding.weight
         blocks = [*model.blocks, *(model.slow.blocks if model.slow is not None else [])]
         return (
             weight.device.type == "cpu"
             and weight.dtype in (torch.float32, torch.float64)
-            and all(_known(block.attention) for block in blocks)
+            and all(_known(block) for block in blocks)
+            and (model.head is None or untouched(model.head))
+            and all(unwatched(module) for module in model.modules())
         )
 
     def logits(self, token: int) -> Tensor:
@@ -88,11 +90,14 @@ class TokenByToken:
         return lambda x, layer: slow.inject(x, heard, layer)
 
 
-def _known(attention: Attention) -> bool:
-    qk, ov = attention.qk, attention.ov
+def _known(block: nn.Module) -> bool:
+    if type(block) is not Block:
+        return False
+    qk, ov, ff = block.attention.qk, block.attention.ov, block.feed_forward
     if not (isinstance(qk, FactorisedQK) and isinstance(ov, FactorisedOV)):
         return False
-    return qk.plain and qk.q.bias is None
+    used = [ov.v, ov.o, ff.up, ff.down, *([] if ff.gate is None else [ff.gate])]
+    return qk.plain and qk.q.bias is None and all(untouched(layer) for layer in used)
 
 
 class _Path:

@@ -37,7 +37,9 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Tensor:
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        # from the largest down, so that no temperature is too low
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
         tokens = None
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits, tokens = logits.topk(self.top_k, dim=-1)
@@ -144,9 +146,10 @@ def _padded(model: Decoder, ids: Tensor, count: int, sampler: Sampler, real: Ten
 
 
 def _check(model: Decoder, ids: Tensor, max_new: int, padding: Tensor | None) -> None:
-    if ids.dim() != 2 or ids.shape[1] == 0:
+    if ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
         raise InputError(
-            f"give token ids of shape (batch, tokens) with at least one token, not {tuple(ids.shape)}"
+            "give token ids, whole numbers, of shape (batch, tokens) with at least one token, not "
+            f"{tuple(ids.shape)} of {ids.dtype}"
         )
     if max_new < 1:
         raise InputError(f"the number of tokens to generate must be at least 1, not {max_new}")

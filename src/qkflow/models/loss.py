@@ -102,10 +102,10 @@ def _by_chunks(
     """The loss, and the gradients of hidden and weight where they are needed."""
     exact = torch.promote_types(hidden.dtype, torch.float32)  # of sums and of the loss
     counted = (targets != ignore_index)[:, None]
-    targets = targets.clamp(min=0)[:, None]
+    targets = targets[:, None].masked_fill(~counted, 0)  # any other number outside the vocabulary is an error
     shares = counted.to(exact)  # of each token in the loss
     if reduction == "mean":
-        shares /= counted.sum()
+        shares /= counted.sum().clamp(min=1)  # where none counts, the loss and its gradient are zero
     grad_hidden = torch.empty_like(hidden) if need[0] else None
     grad_weight = torch.zeros_like(weight, dtype=exact) if need[1] else None
     total = torch.zeros((), dtype=exact, device=hidden.device)

@@ -71,7 +71,7 @@ class PlainBlocks(Blocks):
         B, T, C = x.shape
         assert self.tokens == T
         complete = T // self.ratio * self.ratio
-        means = x[:, :complete].reshape(B, -1, self.ratio, C).mean(2)
+        means = x[:, :complete].reshape(B, T // self.ratio, self.ratio, C).mean(2)
         if complete == T:
             return means
         return torch.cat([means, x[:, complete:].mean(1, keepdim=True)], 1)
@@ -80,7 +80,7 @@ class PlainBlocks(Blocks):
         B, K, C = u.shape
         # With a block of zeros in front, token t reads block ⌊(t+1)/P⌋: each block P times, from t = −1 on.
         shifted = torch.cat([u.new_zeros(B, 1, C), u], 1)
-        repeated = shifted[:, :, None].expand(B, K + 1, self.ratio, C).reshape(B, -1, C)
+        repeated = shifted[:, :, None].expand(B, K + 1, self.ratio, C).reshape(B, (K + 1) * self.ratio, C)
         return repeated[:, 1 : self.tokens + 1]
 
 

@@ -22,6 +22,7 @@ import yaml
 from qkflow.errors import InputError, unknown
 from qkflow.models import ModelConfig, preset
 from qkflow.models.accounting import flops_per_token
+from qkflow.plain import read
 from qkflow.timescale.config import SlowConfig
 from qkflow.timescale.pooling import check_ratio
 
@@ -120,4 +121,6 @@ def _slow_config(config: ModelConfig, mode: str | None, options: dict[str, Any])
         options = {**options, "start": 0.0}
     if mode == "warm-gate":
         options = {"start": WARM, **options}
-    return dataclasses.replace(base, **options)
+    if isinstance(options.get("inject"), int):  # one layer's number
+        options = {**options, "inject": [options["inject"]]}
+    return read(SlowConfig, {**dataclasses.asdict(base), **options}, "slow")

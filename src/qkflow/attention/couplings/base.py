@@ -53,30 +53,37 @@ class Coupling(nn.Module):
         """The (q, k) that forward maps to these."""
         raise InputError(f"coupling '{self.name}' has no inverse")
 
-    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+    def from_input(self, x: Tensor, qk: FactorisedQK, in_midst: bool = False) -> tuple[Tensor, Tensor]:
         """Project tokens x (B, T, width) and couple them, in inference with what was prepared for it."""
-        at_rest = self.resting(x, qk)
+        at_rest = self.resting(x, qk, in_midst=in_midst)
         if at_rest is None:
             return self.together(x, qk)
         q, k, _ = at_rest(x)
         return q.unflatten(-1, (-1, self.heads.size)), k.unflatten(-1, (-1, self.heads.size))
 
-    def resting(self, x: Tensor, qk: FactorisedQK, v: nn.Linear | None = None) -> AtRest | None:
+    def resting(
+        self, x: Tensor, qk: FactorisedQK, v: nn.Linear | None = None, in_midst: bool = False
+    ) -> AtRest | None:
         """What is prepared for tokens like x, if they come in inference and anything can be prepared.
 
-        Given what projects the values, it yields those too.
+        v         what projects the values, if those are wanted too
+        in_midst  whether x goes on with a text whose beginning has been read
         """
-        if not self._may_rest() or torch.is_autocast_enabled(x.device.type):
+        if x.is_meta or not self._may_rest() or torch.is_autocast_enabled(x.device.type):
             return None
         kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
-        if kept is None or not kept.holds((self, qk, v), x):
+        if kept is None or not kept.holds((self, qk, v), in_midst):
             kept = self._prepare(qk, v)
         return None if kept is None else kept.made
 
     def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         """Project and couple while parameters may change; overridden where the two together are cheaper."""
+        self.refuse_offloaded(x, "Block")
         out: tuple[Tensor, Tensor] = self(*qk(x, x))
         return out
+
+    def refuse_offloaded(self, x: Tensor, around: str) -> None:
+        refuse_offloaded(next(self.parameters(), x), x, around)
 
     def at_rest(self, qk: FactorisedQK) -> AtRest | None:
         """Projection and coupling prepared for inference, from the parameters as they are; None: as ever."""
@@ -98,12 +105,14 @@ class Coupling(nn.Module):
         """Whether the parameters, as they are, leave every q and k exactly as they come."""
         return False
 
-    def passes_by(self, x: object) -> bool:
-        """Whether tokens x may go on as if this coupling were not there: it is idle, and at rest."""
+    def passes_by(self, in_midst: bool) -> bool:
+        """Whether tokens may go on as if this coupling were not there: it is idle, and at rest."""
         if not self.identity_at_start or not self._may_rest() or "_kept" in self.__dict__:
             return False  # what was prepared was prepared for a coupling that is not idle
         kept: _Kept[bool] | None = self.__dict__.get("_kept_idle")
-        if kept is None or not kept.holds((self,), x):
+        if kept is None or not kept.holds((self,), in_midst):
+            if any(parameter.is_meta for parameter in self.parameters()):
+                return False  # not here to be looked at
             kept = self.__dict__["_kept_idle"] = _Kept(self.idle(), (self,))
         return kept.made
 
@@ -171,11 +180,11 @@ class _Kept(Generic[Made]):
         self.state = self._state()
         self.sums = self._sums()
 
-    def holds(self, sources: tuple[nn.Module | None, ...], x: object) -> bool:
+    def holds(self, sources: tuple[nn.Module | None, ...], in_midst: bool) -> bool:
         """Whether nothing was exchanged or changed since.
 
         Fused optimizers and writing through `.data` leave no trace but in the values. So those are looked at
-        too, unless x is a single token, which comes in the midst of a text.
+        too, but in the midst of a text.
         """
         if not all(map(operator.is_, self.sources, sources)):
             return False
@@ -184,8 +193,7 @@ class _Kept(Generic[Made]):
                 return False
         if self._state() != self.state:
             return False
-        single = isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] == 1
-        return single or torch.equal(self._sums(), self.sums)
+        return in_midst or torch.equal(self._sums(), self.sums)
 
     def _state(self) -> tuple[list[int], list[int]]:
         """Where the tensors lie, and how often they were changed, where that is counted."""
@@ -194,6 +202,15 @@ class _Kept(Generic[Made]):
     def _sums(self) -> Tensor:
         sums = [tensor.detach().sum(dtype=torch.float32) for tensor in self.tensors]
         return torch.stack(sums) if sums else torch.empty(0)
+
+
+def refuse_offloaded(weight: Tensor, x: Tensor, around: str) -> None:
+    """Weights that accelerate has put away come back by themselves only for modules that are called."""
+    if weight.is_meta and not x.is_meta:
+        raise InputError(
+            f"weights that {around} uses are offloaded, and accelerate did not bring them back for this call"
+            f": give it preload_module_classes=['{around}']"
+        )
 
 
 class StepSize(nn.Module):

@@ -41,8 +41,9 @@ class Euler(LatentCoupling):
         hidden: int = 8,
         shared: bool = False,
         bias: bool = False,
+        folded: bool = False,
     ) -> None:
-        super().__init__(heads, steps, StepSize(heads.queries, step, learn_step, step_per, where))
+        super().__init__(heads, steps, StepSize(heads.queries, step, learn_step, step_per, where), folded)
         self.network: HeadNetworks = HeadNetworks(
             heads.queries, heads.size, hidden, where, shared=shared, bias=bias
         )

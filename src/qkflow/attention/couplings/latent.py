@@ -83,10 +83,12 @@ class LatentCoupling(Coupling):
     scheme: Scheme
     network: Network
 
-    def __init__(self, heads: Heads, steps: int, step: StepSize) -> None:
+    def __init__(self, heads: Heads, steps: int, step: StepSize, folded: bool) -> None:
         super().__init__(heads)
         self.steps, self.step = check_steps(steps), step
         self.folded = False  # whether q arrives as q + nΔk: the drift sits in the projection
+        if folded:
+            self._mark_folded()
 
     def force(self) -> Force:
         raise NotImplementedError
@@ -118,9 +120,14 @@ class LatentCoupling(Coupling):
     def fold(self) -> Tensor | None:
         if self.folded:
             return None
-        self.folded = True
+        self._mark_folded()
         self._forget()
         return self.steps * self.step.per_head().detach()
+
+    def _mark_folded(self) -> None:
+        """Also in the state, so that weights with and without the drift are never taken for one another."""
+        self.folded = True
+        self.register_buffer("drift_is_folded", torch.ones((), device=self.step.value.device))
 
     def extra_parameters(self) -> int:
         return self.network.count() + self.step.count()
@@ -142,9 +149,8 @@ class LatentCoupling(Coupling):
         if weights.bias is None:
             return q, k
         reach = weights.rule.reach(self.steps) / self.steps * weights.total[:, None]
-        return q + reach * weights.bias.repeat_interleave(
-            self.heads.group, dim=0
-        ), k + self.steps * weights.bias
+        to_q = reach * weights.bias.repeat_interleave(self.heads.group, dim=0)
+        return q + to_q.to(q.dtype), k + (self.steps * weights.bias).to(k.dtype)
 
     def _needs_key_latent(self) -> bool:
         return self.scheme == "leapfrog" or self.steps > 1

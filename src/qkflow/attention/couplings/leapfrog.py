@@ -50,8 +50,9 @@ class Leapfrog(LatentCoupling):
         shared: bool = False,
         bias: bool = False,
         conservative: bool = False,
+        folded: bool = False,
     ) -> None:
-        super().__init__(heads, steps, StepSize(heads.queries, step, learn_step, step_per, where))
+        super().__init__(heads, steps, StepSize(heads.queries, step, learn_step, step_per, where), folded)
         self.conservative = conservative
         self.network: HeadNetworks | HeadPotentials
         if conservative:

@@ -31,7 +31,7 @@ class NoCoupling(Coupling):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
-    def from_input(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+    def from_input(self, x: Tensor, qk: FactorisedQK, in_midst: bool = False) -> tuple[Tensor, Tensor]:
         return qk(x, x)
 
     def at_rest(self, qk: FactorisedQK) -> AtRest:

@@ -85,4 +85,4 @@ def _flow(x: Tensor, network: HeadNetworks, delta: Tensor, steps: int) -> Tensor
             now = now + step * (w1 @ bias.unsqueeze(-1))
         sums = sums + F.silu(now)
     out = add_low_rank(x, sums, rows)
-    return out if bias is None else out + steps * bias
+    return out if bias is None else out + (steps * bias).to(out.dtype)

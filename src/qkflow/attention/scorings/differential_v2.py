@@ -36,7 +36,7 @@ class DifferentialV2(Scoring):
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor
     ) -> Tensor:
         strength = torch.sigmoid(self.strength(x))
-        if paired.suits(q, k, mask, dropout):
+        if paired.suits(q, k, v, mask, dropout) and strength.dtype == q.dtype:
             return paired.difference(q, k, v, strength, scale)
         first, second = fused(q, k, v, mask, scale, dropout).unflatten(2, (-1, 2)).unbind(3)
         return first - strength.unsqueeze(-1) * second

@@ -23,11 +23,12 @@ BLOCK = 32  # rows
 PAYS_FROM = 128  # tokens; shorter than that, there is nothing to skip
 
 
-def suits(q: Tensor, k: Tensor, mask: Mask, dropout: float) -> bool:
+def suits(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
     """Whether to train this way: on a processor, where every token sees all before it."""
     return (
         q.device.type == "cpu"
         and q.dtype in (torch.float32, torch.float64)
+        and q.dtype == k.dtype == v.dtype
         and q.shape[1] == k.shape[1] >= PAYS_FROM
         and mask.causal
         and mask.allowed is None
