@@ -136,7 +136,8 @@ def _opened(kind: Any, source: str, what: str) -> Any:
         return kind.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0].rstrip(":") if lines else type(error).__name__
+        more = 2 if lines and lines[0].endswith(":") else 1  # of a list, its first item
+        reason = " ".join(lines[:more]).rstrip(":,") or type(error).__name__
         raise InputError(f"'{source}' cannot be opened {what}: {reason}") from error
 
 
