@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qkflow.data import corpora, passages
+from qkflow.data import corpora, passages, tables
 from qkflow.data.reading import Meter
 from qkflow.errors import InputError
 
@@ -107,6 +107,29 @@ def test_rows_without_text_are_left_out_and_wrong_ones_named(tmp_path: Path) -> 
         (tmp_path / "bad.jsonl").write_text(bad)
         with pytest.raises(InputError, match=sentence):
             texts(tmp_path / "bad.jsonl")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [['{"id": 0}'] * 150, ['{"id": 0, "text": null}'], ['{"id": "a"}'], ['{"id": "a", "text": null}', "{}"]],
+    ids=["missing", "null", "another text", "another text and null"],
+)
+def test_the_first_row_alone_does_not_decide_on_the_column(tmp_path: Path, first: list[str]) -> None:
+    rows = [json.dumps({"id": f"b{i}", "text": f"row {i}"}) for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*first, *rows]))
+    for name in ("a.jsonl", "a.jsonl#text"):
+        assert texts(tmp_path / name) == ["row 0", "row 1", "row 2"]
+    with pytest.raises(InputError, match="unknown column of .* 'tekst': did you mean 'text'"):
+        texts(tmp_path / "a.jsonl#tekst")
+
+
+def test_a_column_of_no_usual_name_must_be_the_only_one_of_text(tmp_path: Path) -> None:
+    rows = [json.dumps({"id": i, "prompt": f"row {i}"}) for i in range(tables.AHEAD + 5)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert texts(tmp_path / "a.jsonl") == [f"row {i}" for i in range(tables.AHEAD + 5)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:9], '{"prompt": "a", "answer": "b"}']))
+    with pytest.raises(InputError, match="has the columns prompt, answer: say which"):
+        texts(tmp_path / "a.jsonl")
 
 
 def test_wikitext_is_cut_at_its_titles_in_text_and_in_rows(tmp_path: Path) -> None:

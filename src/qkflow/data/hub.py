@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from qkflow.data import passages, splits, tables
 from qkflow.errors import InputError, unknown
 
+LOOKED_AT = 1000  # rows without text that are downloaded in search of it, at most
+
 
 @dataclass(frozen=True)
 class HubName:
@@ -72,16 +74,11 @@ def documents(name: HubName) -> Iterator[tuple[str, str]]:
 
 
 def _texts(rows: Iterable[dict[str, Any]], name: HubName) -> Iterator[str]:
-    column = None
+    where = f"hf:{name.repository}"
     try:
-        for number, row in enumerate(rows, start=1):
-            if column is None:
-                texts = [key for key, value in row.items() if isinstance(value, str)]
-                column = tables.choose_column(list(row), texts, name.column, f"hf:{name.repository}")
-            if row[column] is not None:
-                yield tables.checked(row[column], f"hf:{name.repository}", column, number)
+        yield from tables.row_texts(enumerate(rows, start=1), name.column, where, within=LOOKED_AT)
     except OSError as error:
-        raise InputError(f"reading hf:{name.repository} failed: {error}") from error
+        raise InputError(f"reading {where} failed: {error}") from error
 
 
 def load(name: HubName) -> dict[str, Iterable[dict[str, Any]]]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from qkflow.errors import InputError, unknown
 
 USUAL = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
 MENTIONED = 12  # columns named in an error, at most
+AHEAD = 100  # rows with text looked at before a column of no usual name is taken
 
 
 def choose_column(columns: list[str], texts: list[str], wanted: str | None, where: object) -> str:
@@ -41,9 +43,41 @@ def checked(value: object, where: object, column: str, number: int) -> str:
     return value
 
 
-def jsonl_rows(stream: IO[bytes], path: Path, column: str | None) -> Iterator[str]:
-    """One object (its `column`) or one string a line; rows whose column is missing or null are left out."""
-    chosen = None
+def row_texts(
+    rows: Iterable[tuple[int, Any]], wanted: str | None, where: object, within: int | None = None
+) -> Iterator[str]:
+    """The texts of numbered rows, objects or bare strings; rows whose column is missing or null are left out.
+
+    The first row may lack the column, so it alone does not decide: rows are looked at until the column asked
+    for, or one of a usual name, has been seen (`within` so many rows), and a column of another name is taken
+    if it is the only one of text in the first AHEAD rows that have any.
+    """
+    rows = iter(rows)
+    columns: dict[str, None] = {}
+    texts: dict[str, None] = {}
+    held: list[tuple[int, Any]] = []  # rows that may hold text
+    for number, row in islice(rows, within):
+        if isinstance(row, str) and not held:
+            yield row
+            continue
+        if isinstance(row, dict):
+            columns.update(dict.fromkeys(row))
+            texts.update(dict.fromkeys(name for name, value in row.items() if isinstance(value, str)))
+        settled = not texts.keys().isdisjoint(USUAL) if wanted is None else wanted in columns
+        if settled or (wanted is None and texts):
+            held.append((number, row))
+        if settled or len(held) == AHEAD:
+            break
+    if columns:
+        column = choose_column(list(columns), list(texts), wanted, where)
+        for number, row in chain(held, rows):
+            value = row if isinstance(row, str) else row.get(column)
+            if value is not None:
+                yield checked(value, where, column, number)
+
+
+def jsonl_rows(stream: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
+    """One object or one string a line, with the line's number."""
     for number, line in enumerate(stream, start=1):
         if line.isspace():
             continue
@@ -51,19 +85,11 @@ def jsonl_rows(stream: IO[bytes], path: Path, column: str | None) -> Iterator[st
             row = json.loads(line)
         except ValueError as error:
             raise InputError(f"{path} line {number} is not JSON: one object a line is expected") from error
-        if isinstance(row, str):
-            yield row
-            continue
-        if not isinstance(row, dict):
+        if not isinstance(row, str | dict):
             raise InputError(
                 f"{path} line {number} is a JSON {type(row).__name__}: one object a line is expected"
             )
-        if chosen is None:
-            texts = [name for name, value in row.items() if isinstance(value, str)]
-            chosen = choose_column(list(row), texts, column, path)
-        value = row.get(chosen)
-        if value is not None:
-            yield checked(value, path, chosen, number)
+        yield number, row
 
 
 def csv_rows(stream: io.TextIOBase, path: Path, column: str | None, *, tabs: bool) -> Iterator[str]:
