@@ -178,8 +178,19 @@ def test_own_splits_stay_and_a_missing_validation_is_taken_from_training() -> No
 
 
 def test_a_single_document_cannot_be_divided() -> None:
-    with pytest.raises(InputError, match="single document"):
-        list(splits.divide([(splits.UNDIVIDED, "all there is")], "x"))
+    for times in (1, splits.FIRST, 3 * splits.FIRST):
+        with pytest.raises(InputError, match="single document"):
+            list(splits.divide([(splits.UNDIVIDED, "all there is")] * times, "x"))
+
+
+@pytest.mark.parametrize("others", [1, 200])
+def test_equal_documents_at_the_start_are_not_taken_for_a_single_one(others: int) -> None:
+    texts = ["(none)"] * (splits.FIRST + 5) + [f"document {number}" for number in range(others)]
+    divided = list(splits.divide([(splits.UNDIVIDED, text) for text in texts], "x"))
+    assert [document.text for document in divided] == texts
+    assert {"train", "validation"} <= {document.split for document in divided}
+    assert len({document.split for document in divided if document.text == "(none)"}) == 1
+    assert others == 1 or divided[0].split == "train"  # as its hash says: none had to be moved
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
