@@ -97,20 +97,30 @@ def csv_rows(stream: io.TextIOBase, path: Path, column: str | None, *, tabs: boo
     import csv
 
     csv.field_size_limit(1 << 30)
+    numbered = column is not None and column.isdigit()
+    first = stream.readline()
+    separator = "\t" if tabs else ","
+    if not (tabs or numbered or "," in first):  # a header without commas shows what stands for them
+        separator = next((mark for mark in ";\t|" if mark in first), ",")
     # TSV as data sets use it knows no quoting: a quotation mark is part of the text.
-    rows = csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(stream)
-    if column is not None and column.isdigit():
-        index = int(column) - 1
-    else:
-        names = next(rows, [])
-        index = names.index(choose_column(names, names, column, path))
-    for row in rows:
-        if row and not 0 <= index < len(row):
+    rows = csv.reader(
+        chain([first], stream), delimiter=separator, quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+    )
+    names = [] if numbered else next(rows, [])
+    index = int(column or 0) - 1 if numbered else names.index(choose_column(names, names, column, path))
+    width = len(names)
+    for row in filter(None, rows):
+        width = width or len(row)  # without a header, the first row tells
+        if not 0 <= index < len(row):
             raise InputError(
                 f"{path} line {rows.line_num} has {len(row)} columns: there is no number {index + 1}"
             )
-        if row:
-            yield row[index]
+        if any(row[width:]):  # to go on would be to cut a text short
+            rule = "no text may contain a tab" if tabs else f"quote each text that contains '{separator}'"
+            raise InputError(
+                f"{path} line {rows.line_num} has {len(row)} columns, the first line {width}: {rule}"
+            )
+        yield row[index]
 
 
 def parquet_rows(path: Path, column: str | None, advance: Callable[[int], None]) -> Iterator[str]:
