@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 from pathlib import Path
@@ -77,6 +78,31 @@ def test_tables_without_a_header_take_a_number(tmp_path: Path) -> None:
     assert texts(f"{tmp_path}/cola.tsv#4") == ["First.", "Second."]
     with pytest.raises(InputError, match="there is no number 9"):
         texts(f"{tmp_path}/cola.tsv#9")
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_header_shows_what_separates_columns(tmp_path: Path, separator: str) -> None:
+    rows = ["id,text", "1,one; two", '2,"three, four"', "3,five,"]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    assert texts(tmp_path / "a.csv") == ["one; two", "three, four", "five"]
+    rows = [f"id{separator}text", f"1{separator}one, two, three", f'2{separator}"four{separator} five"']
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    assert texts(tmp_path / "a.csv") == ["one, two, three", f"four{separator} five"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.csv", "text\none\ntwo, three\n", "line 3 has 2 columns, .* line 1: quote each .* ','"),
+        ("a.csv", "id;text\n1;one\n2;two; three\n", "line 3 has 3 columns, .* line 2: quote each .* ';'"),
+        ("a.csv#2", "1,one\n2,two, three\n", "line 2 has 3 columns, the first line 2"),
+        ("a.tsv", "id\ttext\n1\tone\ttwo\n", "line 2 has 3 columns, .* line 2: no text may contain a tab"),
+    ],
+)
+def test_no_text_of_a_row_is_cut_short(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    (tmp_path / name[:5]).write_text(content)
+    with pytest.raises(InputError, match=sentence):
+        texts(tmp_path / name)
 
 
 def test_columns_may_be_called_anything(tmp_path: Path) -> None:
@@ -155,6 +181,23 @@ def test_marks_and_units(tmp_path: Path) -> None:
     assert texts(f"{tmp_path}/plain.txt#file") == ["a\nb\n\nc\n"]
     with pytest.raises(InputError, match="did you mean 'lines'"):
         texts(f"{tmp_path}/plain.txt#line")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_marks_are_seen_behind_a_long_first_document(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    monkeypatch.setattr(passages, "CHUNK", 1_000)
+    monkeypatch.setattr(passages, "LONGEST", 4_000)
+
+    def documents(text: str) -> list[str]:
+        return list(passages.documents(io.StringIO(text).read, len(text), unit=None, whole=whole))
+
+    others = [f"document {number}" for number in range(2_000)]
+    first = "word " * 700
+    assert documents(passages.MARK.join([first, *others])) == [first, *others]
+    articles = [f" = Title = \n text of {number}" for number in range(3)]
+    assert documents("\n".join([first, *articles])) == [first, *articles]
+    pieces = documents(passages.MARK.join([first * 2, *others]))  # longer than any document may be
+    assert "".join(pieces) == first * 2 + "".join(others)
 
 
 @given(
