@@ -107,6 +107,8 @@ def describe(
         "licence": described["corpus"]["licence"],
         "fingerprint": described["fingerprint"],
     }
+    if left_out := described["corpus"].get("left_out"):
+        facts["files left out"] = "\n".join(left_out)
     _table(["measure (train split)", "value"], [list(fact) for fact in facts.items()])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
@@ -26,6 +27,7 @@ _WORDS = {
     **dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+_NAME = re.compile("([a-z]+)(?:[-_ ]?[0-9]+)?(?:-of-[0-9]+(?:-[0-9a-f]+)?)?")  # the last: as the hub numbers
 
 
 def named(split: str) -> str:
@@ -38,6 +40,16 @@ def named(split: str) -> str:
 def split_in(words: Iterable[str]) -> str | None:
     """The split that one of these words names, if any does."""
     return next((_WORDS[word] for word in words if word in _WORDS), None)
+
+
+def split_called(path: str) -> str | None:
+    """The split that a folder, or a file but for its endings and its number, is called by in this path.
+
+    So are `train.md`, `data/train/a.txt`, `ptb.valid.txt` and `test-00000-of-00002.parquet`, but not
+    `train-a-model.md`.
+    """
+    names = map(_NAME.fullmatch, re.split(r"[/\\.]", path.lower()))
+    return split_in(name[1] for name in names if name)
 
 
 def parts_of(own: Iterable[str]) -> dict[str, str]:
@@ -84,7 +96,7 @@ def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
             yield from _settled(held, forced)
             held.clear()
     if len(first) == 1:
-        raise InputError(f"'{name}' holds a single document: too little to keep some of it for validation")
+        raise InputError(f"{name} holds a single document: too little to keep some of it for validation")
     if held:
         yield from _settled(held, _forced(held))
 
