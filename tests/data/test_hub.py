@@ -74,6 +74,13 @@ def test_rows_without_text_are_left_out_and_the_search_for_it_ends() -> None:
     assert next(endless)["id"] == 2 * hub.LOOKED_AT
 
 
+def test_damaged_rows_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "one"}\n{"text": "two\n{"text": "three"}\n')
+    with pytest.raises(InputError, match="(reading hf:.*/set failed|cannot be loaded): .*JSON"):
+        prepare(f"hf:{tmp_path}/set", "bytes")
+
+
 def test_lines_of_wikitext_become_articles_and_a_budget_ends_reading(tmp_path: Path) -> None:
     lines = ["", *(line for i in range(6) for line in (f" = Title {i} = \n", "", " Some text . \n" * 20_000))]
     (tmp_path / "wiki").mkdir()

@@ -77,8 +77,10 @@ def _texts(rows: Iterable[dict[str, Any]], name: HubName) -> Iterator[str]:
     where = f"hf:{name.repository}"
     try:
         yield from tables.row_texts(enumerate(rows, start=1), name.column, where, within=LOOKED_AT)
-    except OSError as error:
-        raise InputError(f"reading {where} failed: {error}") from error
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # the second: rows that are damaged
+        raise InputError(f"reading {where} failed: {_reason(error)}") from error
 
 
 def load(name: HubName) -> dict[str, Iterable[dict[str, Any]]]:
@@ -94,9 +96,12 @@ def load(name: HubName) -> dict[str, Iterable[dict[str, Any]]]:
     try:
         loaded = datasets.load_dataset(where, name.config, revision=name.revision, streaming=True)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"hf:{name.repository} cannot be loaded: {reason}") from error
+        raise InputError(f"hf:{name.repository} cannot be loaded: {_reason(error)}") from error
     return dict(loaded)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def require_network(what: str, instead: str) -> None:
