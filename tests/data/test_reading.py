@@ -73,6 +73,16 @@ def test_a_row_is_a_document_and_a_column_can_be_named(rows: Path, kind: str) ->
         texts(f"{rows / 'rows'}.{kind}#titel")
 
 
+def test_categories_of_text_are_text(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    kinds = pyarrow.array(["one", "two", None, "one"]).dictionary_encode()
+    numbers = pyarrow.array([1, 2, 2, 1]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"kind": kinds, "number": numbers}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["one", "two", "one"]
+
+
 def test_tables_without_a_header_take_a_number(tmp_path: Path) -> None:
     (tmp_path / "cola.tsv").write_text("gj\t1\t\tFirst.\ngj\t0\t*\tSecond.\n")
     assert texts(f"{tmp_path}/cola.tsv#4") == ["First.", "Second."]
@@ -244,6 +254,8 @@ def test_long_documents_are_cut_so_that_memory_stays_bounded(tmp_path: Path) -> 
         ("a.txt", b"", "is empty"),
         ("a.txt", b"text\0more", "is binary, not"),
         ("a.txt", "naïve".encode("latin1"), r"not UTF-8 text \(byte 0xef\)"),
+        ("a.jsonl", '{"text": "naïve"}'.encode("latin1"), r"not UTF-8 text \(byte 0xef\)"),
+        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 200_000, "line 2 is nested too deeply"),
         ("a.txt.gz", gzip.compress(b"text" * 1000, mtime=0)[:30], "cut short or damaged"),
         ("a.txt.gz", b"no gzip at all", "cannot be decompressed"),
         ("a.txt.bz2", b"no bzip at all", "cannot be decompressed"),

@@ -83,8 +83,11 @@ def jsonl_rows(stream: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path} line {number} is not JSON: one object a line is expected") from error
+        except UnicodeDecodeError:
+            raise  # of another encoding: said as it is of any text
+        except (ValueError, RecursionError) as error:
+            fault = "nested too deeply" if isinstance(error, RecursionError) else "not JSON"
+            raise InputError(f"{path} line {number} is {fault}: one object a line is expected") from error
         if not isinstance(row, str | dict):
             raise InputError(
                 f"{path} line {number} is a JSON {type(row).__name__}: one object a line is expected"
@@ -135,7 +138,11 @@ def parquet_rows(path: Path, column: str | None, advance: Callable[[int], None])
     except arrow.ArrowInvalid as error:
         raise InputError(f"{path} is not a Parquet file, or is damaged") from error
     schema = table.schema_arrow
-    texts = [field.name for field in schema if str(field.type) in ("string", "large_string", "string_view")]
+    types = {field.name: field.type for field in schema}
+    for name, kind in types.items():
+        if arrow.types.is_dictionary(kind):  # categories of text are text
+            types[name] = kind.value_type
+    texts = [name for name in types if str(types[name]) in ("string", "large_string", "string_view")]
     chosen = choose_column(schema.names, texts, column, path)
     number, size = 0, path.stat().st_size
     for batch in table.iter_batches(batch_size=1024, columns=[chosen]):
