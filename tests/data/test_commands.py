@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from qkflow import cli
+from qkflow.errors import InputError
 
 SMALL = "patterns:documents=60,words=80"
 
@@ -59,6 +60,36 @@ def test_copying_text_is_described_as_such(capsys: pytest.CaptureFixture[str]) -
         for repeat in ("0", "0.8")
     ]
     assert copied[0]["repetition"]["copied_2"] < copied[1]["repetition"]["copied_2"]
+
+
+def test_brackets_in_a_path_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"some text of {name}\n")
+    name, options = f"{tmp_path}/[ab]*.txt", ["--tokenizer", "bytes", "--cache", f"{tmp_path}/[/cache]"]
+    assert "[/cache]" in run(capsys, "prepare", name, *options)
+    assert run(capsys, "verify", name, *options).startswith(f"{name}: every byte")
+
+
+def test_files_left_out_are_said_and_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for folder, others in (("one", ["[a].txt"]), ("two", [f"{number}.txt" for number in range(7)])):
+        for name in ("train.txt", "dev.txt", *others):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / name).write_text(f"some text of {name}\n")
+        # equal text is prepared once, but what lies beside it is said anew
+        assert cli.run(["data", "prepare", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
+        said = capsys.readouterr().err
+        assert said.startswith(f"qkflow: {len(others)} file{'s' if others[1:] else ''} left out: {tmp_path}")
+        assert said.endswith(f"{folder}/[a].txt\n" if folder == "one" else "/4.txt, 2 more\n")
+        assert cli.run(["data", "describe", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
+        out = capsys.readouterr().out
+        assert all(name in out for name in ("files left out", *others))
+
+
+def test_a_single_document_is_said_with_the_file_it_was_read_from(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text('{"title": "about this corpus"}')
+    (tmp_path / "text.txt").write_text("some text\n\n" * 1000)
+    with pytest.raises(InputError, match=r"\(read from .*meta.json\) holds a single document"):
+        cli.run(["data", "prepare", str(tmp_path), "--tokenizer", "bytes"])
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,53 @@ def test_folders_use_the_splits_their_files_name(tmp_path: Path) -> None:
     assert {part for part, _ in parts(tmp_path / "train*")} == {splits.UNDIVIDED}
 
 
+@pytest.mark.parametrize(
+    "names", [["imdb-train.csv", "imdb-test.csv"], ["data/train/a.txt", "data/test/a.txt", "b.txt"]]
+)
+def test_names_of_splits_count_if_all_have_one_or_they_are_the_whole_name(
+    tmp_path: Path, names: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"text\n{name}\n")
+    corpus = corpora.resolve(str(tmp_path))
+    assert [part for part, _ in corpus.parts(Meter())] == ["test", splits.UNDIVIDED_TRAIN]
+    assert corpus.facts["left_out"] == [str(tmp_path / name) for name in names[2:]]
+
+
+def test_a_word_in_a_title_is_no_split(tmp_path: Path) -> None:
+    names = ["train a model.md", "train-2-models.md", "dev-setup.md", "how to test.md", "page.md"]
+    for name in names:
+        (tmp_path / name).write_text(f"text of {name}\n")
+    corpus = corpora.resolve(str(tmp_path))
+    assert [part for part, _ in corpus.parts(Meter())] == [splits.UNDIVIDED] * len(names)
+    assert corpus.facts["left_out"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("train.md", "train"),
+        ("Train_1.jsonl.gz", "train"),
+        ("data/dev/a.txt", "validation"),
+        ("ptb.valid.txt", "validation"),
+        ("train-00000-of-00002.parquet", "train"),
+        ("test-00000-of-00001-a09b74b3ef9c3b56.parquet", "test"),
+        ("train-a-model.md", None),
+        ("testing ground/a.txt", None),
+    ],
+)
+def test_files_are_called_by_a_split(path: str, split: str | None) -> None:
+    assert splits.split_called(path) == split
+
+
 def test_folders_are_read_as_one_kind_below_and_hidden_files_skipped(tmp_path: Path) -> None:
     (tmp_path / "deep" / ".git").mkdir(parents=True)
     (tmp_path / "deep" / ".git" / "x.jsonl").write_text('{"text": "hidden"}\n')
     (tmp_path / "deep" / "a.jsonl").write_text('{"text": "seen"}\n')
     (tmp_path / "about.txt").write_text("about\n")
     assert parts(tmp_path) == [(splits.UNDIVIDED, "seen")]
+    assert corpora.resolve(str(tmp_path)).facts["left_out"] == [str(tmp_path / "about.txt")]
 
 
 def test_many_text_files_are_a_document_each_and_few_are_cut(tmp_path: Path) -> None:
@@ -178,8 +219,19 @@ def test_own_splits_stay_and_a_missing_validation_is_taken_from_training() -> No
 
 
 def test_a_single_document_cannot_be_divided() -> None:
-    with pytest.raises(InputError, match="single document"):
-        list(splits.divide([(splits.UNDIVIDED, "all there is")], "x"))
+    for times in (1, splits.FIRST, 3 * splits.FIRST):
+        with pytest.raises(InputError, match="single document"):
+            list(splits.divide([(splits.UNDIVIDED, "all there is")] * times, "x"))
+
+
+@pytest.mark.parametrize("others", [1, 200])
+def test_equal_documents_at_the_start_are_not_taken_for_a_single_one(others: int) -> None:
+    texts = ["(none)"] * (splits.FIRST + 5) + [f"document {number}" for number in range(others)]
+    divided = list(splits.divide([(splits.UNDIVIDED, text) for text in texts], "x"))
+    assert [document.text for document in divided] == texts
+    assert {"train", "validation"} <= {document.split for document in divided}
+    assert len({document.split for document in divided if document.text == "(none)"}) == 1
+    assert others == 1 or divided[0].split == "train"  # as its hash says: none had to be moved
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:

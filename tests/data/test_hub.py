@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow
@@ -56,6 +58,27 @@ def test_a_missing_configuration_or_column_is_named(copy: Path) -> None:
         prepare(f"hf:{copy}:medium", "bytes")
     with pytest.raises(InputError, match=r"unknown column of .* 'tekst': did you mean 'text'"):
         prepare(f"hf:{copy}:small#tekst", "bytes")
+
+
+def test_rows_without_text_are_left_out_and_the_search_for_it_ends() -> None:
+    def texts(column: str | None, rows: Iterable[dict[str, object]]) -> list[str]:
+        return list(hub._texts(rows, hub.HubName("some/set", column=column)))
+
+    rows = [{"id": "a"}, {"id": "b", "text": None}, {"id": "c", "text": "one"}, {"id": "d"}]
+    assert texts(None, rows) == texts("text", rows) == ["one"]
+    endless = ({"id": number} for number in itertools.count())
+    with pytest.raises(InputError, match="hf:some/set has no column of text, only id"):
+        texts(None, endless)
+    with pytest.raises(InputError, match="unknown column of hf:some/set 'text'"):
+        texts("text", endless)
+    assert next(endless)["id"] == 2 * hub.LOOKED_AT
+
+
+def test_damaged_rows_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "one"}\n{"text": "two\n{"text": "three"}\n')
+    with pytest.raises(InputError, match="(reading hf:.*/set failed|cannot be loaded): .*JSON"):
+        prepare(f"hf:{tmp_path}/set", "bytes")
 
 
 def test_lines_of_wikitext_become_articles_and_a_budget_ends_reading(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from qkflow.data import corpora, passages
+from qkflow.data import corpora, passages, tables
 from qkflow.data.reading import Meter
 from qkflow.errors import InputError
 
@@ -72,11 +73,46 @@ def test_a_row_is_a_document_and_a_column_can_be_named(rows: Path, kind: str) ->
         texts(f"{rows / 'rows'}.{kind}#titel")
 
 
+def test_categories_of_text_are_text(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    kinds = pyarrow.array(["one", "two", None, "one"]).dictionary_encode()
+    numbers = pyarrow.array([1, 2, 2, 1]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"kind": kinds, "number": numbers}), tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == ["one", "two", "one"]
+
+
 def test_tables_without_a_header_take_a_number(tmp_path: Path) -> None:
     (tmp_path / "cola.tsv").write_text("gj\t1\t\tFirst.\ngj\t0\t*\tSecond.\n")
     assert texts(f"{tmp_path}/cola.tsv#4") == ["First.", "Second."]
     with pytest.raises(InputError, match="there is no number 9"):
         texts(f"{tmp_path}/cola.tsv#9")
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_header_shows_what_separates_columns(tmp_path: Path, separator: str) -> None:
+    rows = ["id,text", "1,one; two", '2,"three, four"', "3,five,"]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    assert texts(tmp_path / "a.csv") == ["one; two", "three, four", "five"]
+    rows = [f"id{separator}text", f"1{separator}one, two, three", f'2{separator}"four{separator} five"']
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    assert texts(tmp_path / "a.csv") == ["one, two, three", f"four{separator} five"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.csv", "text\none\ntwo, three\n", "line 3 has 2 columns, .* line 1: quote each .* ','"),
+        ("a.csv", "id;text\n1;one\n2;two; three\n", "line 3 has 3 columns, .* line 2: quote each .* ';'"),
+        ("a.csv#2", "1,one\n2,two, three\n", "line 2 has 3 columns, the first line 2"),
+        ("a.tsv", "id\ttext\n1\tone\ttwo\n", "line 2 has 3 columns, .* line 2: no text may contain a tab"),
+    ],
+)
+def test_no_text_of_a_row_is_cut_short(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+    (tmp_path / name[:5]).write_text(content)
+    with pytest.raises(InputError, match=sentence):
+        texts(tmp_path / name)
 
 
 def test_columns_may_be_called_anything(tmp_path: Path) -> None:
@@ -109,6 +145,29 @@ def test_rows_without_text_are_left_out_and_wrong_ones_named(tmp_path: Path) -> 
             texts(tmp_path / "bad.jsonl")
 
 
+@pytest.mark.parametrize(
+    "first",
+    [['{"id": 0}'] * 150, ['{"id": 0, "text": null}'], ['{"id": "a"}'], ['{"id": "a", "text": null}', "{}"]],
+    ids=["missing", "null", "another text", "another text and null"],
+)
+def test_the_first_row_alone_does_not_decide_on_the_column(tmp_path: Path, first: list[str]) -> None:
+    rows = [json.dumps({"id": f"b{i}", "text": f"row {i}"}) for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*first, *rows]))
+    for name in ("a.jsonl", "a.jsonl#text"):
+        assert texts(tmp_path / name) == ["row 0", "row 1", "row 2"]
+    with pytest.raises(InputError, match="unknown column of .* 'tekst': did you mean 'text'"):
+        texts(tmp_path / "a.jsonl#tekst")
+
+
+def test_a_column_of_no_usual_name_must_be_the_only_one_of_text(tmp_path: Path) -> None:
+    rows = [json.dumps({"id": i, "prompt": f"row {i}"}) for i in range(tables.AHEAD + 5)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert texts(tmp_path / "a.jsonl") == [f"row {i}" for i in range(tables.AHEAD + 5)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:9], '{"prompt": "a", "answer": "b"}']))
+    with pytest.raises(InputError, match="has the columns prompt, answer: say which"):
+        texts(tmp_path / "a.jsonl")
+
+
 def test_wikitext_is_cut_at_its_titles_in_text_and_in_rows(tmp_path: Path) -> None:
     (tmp_path / "wiki.txt").write_text(WIKITEXT)
     first, second = texts(tmp_path / "wiki.txt")
@@ -132,6 +191,23 @@ def test_marks_and_units(tmp_path: Path) -> None:
     assert texts(f"{tmp_path}/plain.txt#file") == ["a\nb\n\nc\n"]
     with pytest.raises(InputError, match="did you mean 'lines'"):
         texts(f"{tmp_path}/plain.txt#line")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_marks_are_seen_behind_a_long_first_document(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    monkeypatch.setattr(passages, "CHUNK", 1_000)
+    monkeypatch.setattr(passages, "LONGEST", 4_000)
+
+    def documents(text: str) -> list[str]:
+        return list(passages.documents(io.StringIO(text).read, len(text), unit=None, whole=whole))
+
+    others = [f"document {number}" for number in range(2_000)]
+    first = "word " * 700
+    assert documents(passages.MARK.join([first, *others])) == [first, *others]
+    articles = [f" = Title = \n text of {number}" for number in range(3)]
+    assert documents("\n".join([first, *articles])) == [first, *articles]
+    pieces = documents(passages.MARK.join([first * 2, *others]))  # longer than any document may be
+    assert "".join(pieces) == first * 2 + "".join(others)
 
 
 @given(
@@ -178,6 +254,8 @@ def test_long_documents_are_cut_so_that_memory_stays_bounded(tmp_path: Path) -> 
         ("a.txt", b"", "is empty"),
         ("a.txt", b"text\0more", "is binary, not"),
         ("a.txt", "naïve".encode("latin1"), r"not UTF-8 text \(byte 0xef\)"),
+        ("a.jsonl", '{"text": "naïve"}'.encode("latin1"), r"not UTF-8 text \(byte 0xef\)"),
+        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 200_000, "line 2 is nested too deeply"),
         ("a.txt.gz", gzip.compress(b"text" * 1000, mtime=0)[:30], "cut short or damaged"),
         ("a.txt.gz", b"no gzip at all", "cannot be decompressed"),
         ("a.txt.bz2", b"no bzip at all", "cannot be decompressed"),

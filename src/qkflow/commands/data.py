@@ -69,7 +69,7 @@ def prepare(
         console.emit_json(described)
         return
     _splits_table(described)
-    console.out.print(f"{described['folder']}  {described['fingerprint']}", highlight=False, soft_wrap=True)
+    _line(f"{described['folder']}  {described['fingerprint']}")
 
 
 def describe(
@@ -107,6 +107,8 @@ def describe(
         "licence": described["corpus"]["licence"],
         "fingerprint": described["fingerprint"],
     }
+    if left_out := described["corpus"].get("left_out"):
+        facts["files left out"] = "\n".join(left_out)
     _table(["measure (train split)", "value"], [list(fact) for fact in facts.items()])
 
 
@@ -130,7 +132,12 @@ def verify(
         console.emit_json({"corpus": corpus, "damage": damage, "fingerprint": tokens.fingerprint})
         return
     found = f"{len(damage)} damaged, made anew: {'; '.join(damage)}" if damage else "every byte as recorded"
-    console.out.print(f"{corpus}: {found} ({tokens.fingerprint})", highlight=False, soft_wrap=True)
+    _line(f"{corpus}: {found} ({tokens.fingerprint})")
+
+
+def _line(text: str) -> None:
+    """Print a line as it is: brackets in a path are no markup."""
+    console.out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _splits_table(described: dict[str, Any]) -> None:
@@ -155,5 +162,5 @@ def _table(
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if right and number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     console.out.print(table)

@@ -59,6 +59,11 @@ class Corpus(ABC):
         """When its source was last changed."""
         return 0.0
 
+    @property
+    def called(self) -> str:
+        """What an error calls it."""
+        return f"'{self.name}'"
+
 
 @dataclass(frozen=True)
 class FileCorpus(Corpus):
@@ -78,6 +83,11 @@ class FileCorpus(Corpus):
 
     def newest(self) -> float:
         return max(file.path.stat().st_mtime for file in self.files)
+
+    @property
+    def called(self) -> str:
+        read = few([str(file.path) for file in self.files])
+        return f"'{self.name}' (read from {read})" if self.facts.get("left_out") else f"'{self.name}'"
 
     def content(self, meter: Meter) -> Any:
         whole = hashlib.sha256()
@@ -160,7 +170,7 @@ def spooled(source: Corpus, folder: Path, meter: Meter) -> FileCorpus:
                 streams[part] = stack.enter_context(open(folder / f"{part}.jsonl", "w", encoding="utf-8"))
             streams[part].write(json.dumps(text) + "\n")
     if not streams:
-        raise InputError(f"'{source.name}' holds no text")
+        raise InputError(f"{source.called} holds no text")
     files = [SourceFile(folder / f"{part}.jsonl", "jsonl", part) for part in streams]
     return FileCorpus(source.name, files, None, source.licence, source.facts)
 
@@ -245,7 +255,9 @@ def _at_path(name: str) -> FileCorpus:
     if path.is_file():
         labelled = [(path, splits.UNDIVIDED)]
     elif path.is_dir():
-        labelled, left_out = _labelled(_data_files(path), path)
+        data, others = _data_files(path)
+        labelled, unlabelled = _labelled(data, path)
+        left_out = [*others, *unlabelled]
     elif glob.has_magic(str(path)):
         labelled = _matching(path)
     elif re.search(r"[/\\.]", address):
@@ -258,8 +270,7 @@ def _at_path(name: str) -> FileCorpus:
     ]
     if not any(file.path.stat().st_size for file in files):
         raise InputError(f"{address} is empty")
-    facts = {"left_out": [str(file) for file in left_out]} if left_out else {}
-    return FileCorpus(name, files, column, facts=facts)
+    return FileCorpus(name, files, column, facts={"left_out": [str(file) for file in left_out]})
 
 
 def _without_column(name: str) -> tuple[str, str | None]:
@@ -284,13 +295,14 @@ def _matching(pattern: Path) -> list[tuple[Path, str]]:
     return [(file, splits.UNDIVIDED) for file in files] if left_out else labelled
 
 
-def _data_files(folder: Path) -> list[Path]:
-    """The files of a folder that hold its data: those of one kind, tables before text."""
+def _data_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files of a folder that hold its data, all of one kind, tables before text; and the others."""
     every = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _hidden(path, folder)]
+    kinds = {path: kind for path in every if (kind := kind_of(path))}
     for kind in ("parquet", "jsonl", "csv", "tsv", "text"):
-        files = [path for path in every if kind_of(path) == kind]
-        if files:
-            return files
+        if kind in kinds.values():
+            files = [path for path in kinds if kinds[path] == kind]
+            return files, [path for path in kinds if kinds[path] != kind]
     raise InputError(f"{folder} holds no file of text: .txt, .md, .jsonl, .csv, .tsv, .parquet, also .gz")
 
 
@@ -300,10 +312,22 @@ def _hidden(path: Path, folder: Path) -> bool:
 
 
 def _labelled(files: list[Path], root: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """Files with the part their names give them, and those left out because the others name splits."""
-    own = {file: splits.split_in(re.findall("[a-z]+", str(file.relative_to(root)).lower())) for file in files}
+    """Files with the part their names give them, and those left out because the others name splits.
+
+    Any word counts if every file has one that names a split (`imdb-train.csv`, `imdb-test.csv`). To leave
+    files out takes more: others that are called by a split's very name.
+    """
+    names = {file: str(file.relative_to(root)) for file in files}
+    by_word = {file: splits.split_in(re.findall("[a-z]+", name.lower())) for file, name in names.items()}
+    own = by_word if all(by_word.values()) else {file: splits.split_called(names[file]) for file in files}
     parts = splits.parts_of(filter(None, own.values()))
     if not parts:
         return [(file, splits.UNDIVIDED) for file in files], []
     labelled = [(file, parts[split]) for file, split in own.items() if split in parts]
     return labelled, [file for file, split in own.items() if split not in parts]
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """Names in a sentence, not more than fit into one."""
+    more = [f"{len(names) - most:,} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])

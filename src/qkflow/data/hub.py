@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from qkflow.data import passages, splits, tables
 from qkflow.errors import InputError, unknown
 
+LOOKED_AT = 1000  # rows without text that are downloaded in search of it, at most
+
 
 @dataclass(frozen=True)
 class HubName:
@@ -72,16 +74,13 @@ def documents(name: HubName) -> Iterator[tuple[str, str]]:
 
 
 def _texts(rows: Iterable[dict[str, Any]], name: HubName) -> Iterator[str]:
-    column = None
+    where = f"hf:{name.repository}"
     try:
-        for number, row in enumerate(rows, start=1):
-            if column is None:
-                texts = [key for key, value in row.items() if isinstance(value, str)]
-                column = tables.choose_column(list(row), texts, name.column, f"hf:{name.repository}")
-            if row[column] is not None:
-                yield tables.checked(row[column], f"hf:{name.repository}", column, number)
-    except OSError as error:
-        raise InputError(f"reading hf:{name.repository} failed: {error}") from error
+        yield from tables.row_texts(enumerate(rows, start=1), name.column, where, within=LOOKED_AT)
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # the second: rows that are damaged
+        raise InputError(f"reading {where} failed: {_reason(error)}") from error
 
 
 def load(name: HubName) -> dict[str, Iterable[dict[str, Any]]]:
@@ -97,9 +96,12 @@ def load(name: HubName) -> dict[str, Iterable[dict[str, Any]]]:
     try:
         loaded = datasets.load_dataset(where, name.config, revision=name.revision, streaming=True)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"hf:{name.repository} cannot be loaded: {reason}") from error
+        raise InputError(f"hf:{name.repository} cannot be loaded: {_reason(error)}") from error
     return dict(loaded)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def require_network(what: str, instead: str) -> None:

@@ -29,7 +29,7 @@ def documents(read: Read, size: int, *, unit: str | None, whole: bool) -> Iterat
     any: `<|endoftext|>` or WikiText's titles. Without marks the text is one document if `whole`, or
     else is cut at blank lines (at line ends or words where there are none) into pieces.
     """
-    head = read(CHUNK)
+    head = read(LONGEST)  # a first document without a mark up to here is cut anyway
     parts = chain([head], iter(lambda: read(CHUNK), ""))
     if unit == "lines":
         return cut(parts, LINE)
@@ -39,12 +39,15 @@ def documents(read: Read, size: int, *, unit: str | None, whole: bool) -> Iterat
         return cut(parts, MARKED)
     if unit is None and BEFORE_TITLE.search("\n" + head):
         return cut(parts, BEFORE_TITLE)
-    if unit == "file" or whole:
+    if unit == "file":
         return cut(parts, None)
+    if whole:
+        return cut(parts, MARKED)
     # About two hundred pieces from a small file, 16,000 characters each from a large one: enough pieces
     # for a fair split by hash, each long enough to give context.
     least = min(max(size // 200, 1_000), 16_000)
-    return cut(parts, BLANK, least, 2 * least)
+    pieces = cut(parts, BLANK, least, 2 * least)
+    return chain.from_iterable(map(MARKED.split, pieces))  # marks that come late are no text either
 
 
 def cut(

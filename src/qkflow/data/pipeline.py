@@ -76,7 +76,9 @@ class Preparation:
             found = self._find_or_make(source, stamp)
             if started - source.newest() > RECENT:
                 self.cache.index(stamp, found.folder.name)
-        found.name = self.name
+        found.name, found.facts = self.name, source.facts
+        if left_out := source.facts.get("left_out"):
+            note(f"{len(left_out):,} file{'s' * (len(left_out) > 1)} left out: {corpora.few(left_out)}")
         return found
 
     def _find_or_make(self, source: corpora.Corpus, stamp: str) -> TokenSet:
@@ -129,7 +131,7 @@ class Preparation:
             tokenise(source, tokenizer, writer, meter)
             for split in ("train", "validation"):
                 if not writer.counts[split]["documents"]:
-                    raise InputError(f"'{self.name}' holds no text to put into the {split} split")
+                    raise InputError(f"{source.called} holds no text to put into the {split} split")
             shutil.rmtree(spool, ignore_errors=True)
             writer.finish(facts, self.spec)
 
@@ -142,7 +144,7 @@ class Preparation:
 
         def texts(meter: Meter) -> Iterator[str]:
             nonlocal fed
-            documents = splits.divide(source.parts(meter), self.name)
+            documents = splits.divide(source.parts(meter), source.called)
             for document in islice((d for d in documents if d.split == "train"), None, None, every):
                 fed += document.size
                 yield document.text
@@ -158,10 +160,12 @@ class Preparation:
         if not self.show_progress or not sys.stderr.isatty():
             yield Meter()
             return
+        from rich.markup import escape
+
         from qkflow.console import progress
 
         with progress() as bar:
-            task = bar.add_task(f"{what} (MB)", total=size / 1e6 or None)
+            task = bar.add_task(escape(f"{what} (MB)"), total=size / 1e6 or None)
             yield BarMeter(lambda done: bar.update(task, completed=done / 1e6))
 
 
@@ -181,7 +185,7 @@ def digest(value: Any) -> str:
 
 def tokenise(source: corpora.Corpus, tokenizer: Tokenizer, writer: SetWriter, meter: Meter) -> None:
     """Read, divide, encode and write every document; reading, encoding and writing overlap."""
-    documents = splits.divide(source.parts(meter), source.name)
+    documents = splits.divide(source.parts(meter), source.called)
     for encoded in in_order(partial(encode, tokenizer), batches(documents)):
         for split, tokens, size in encoded:
             writer.add(split, tokens, size)

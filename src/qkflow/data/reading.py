@@ -15,7 +15,7 @@ from typing import Any, cast
 from qkflow.data import passages, tables
 from qkflow.errors import InputError, unknown
 
-READING = 1  # part of every cache key: raise it when the same file gives other documents than before
+READING = 2  # part of every cache key: raise it when the same file gives other documents than before
 
 KINDS = {
     ".parquet": "parquet",
@@ -97,7 +97,8 @@ class SourceFile:
             raise unknown(f"unit of the plain text {self.path}", str(column), passages.UNITS)
         with self._open(meter) as stream:
             if self.kind == "jsonl":
-                yield from passages.articles(tables.jsonl_rows(stream, self.path, column))
+                rows = tables.jsonl_rows(stream, self.path)
+                yield from passages.articles(tables.row_texts(rows, column, self.path))
                 return
             if b"\0" in stream.peek(8192)[:8192]:
                 raise InputError(f"{self.path} is binary, not UTF-8 text, JSONL, CSV, TSV or Parquet")

@@ -39,7 +39,9 @@ class TokenSet:
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self._manifest = folder, manifest
+        # What the corpus is called and known for may differ from when equal text was first prepared.
         self.name: str = manifest["corpus"]["name"]
+        self.facts: dict[str, Any] = {}
         self.fingerprint: str = manifest["fingerprint"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.end_of_document: int = manifest["tokenizer"]["end_of_document"]
@@ -82,8 +84,9 @@ class TokenSet:
 
     def describe(self) -> dict[str, Any]:
         """What a result should say about the data it was measured on."""
-        kept = ("corpus", "tokenizer", "splits", "fingerprint")
-        return {key: self._manifest[key] for key in kept} | {"name": self.name, "folder": str(self.folder)}
+        described = {"corpus": self._manifest["corpus"] | self.facts}
+        described |= {key: self._manifest[key] for key in ("tokenizer", "splits", "fingerprint")}
+        return described | {"name": self.name, "folder": str(self.folder)}
 
     def _mapped(self, name: str, dtype: str) -> np.ndarray:
         path = self.folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
@@ -19,13 +20,14 @@ SHARES = {
     UNDIVIDED: (("validation", 0.05), ("test", 0.10)),
     UNDIVIDED_TRAIN: (("validation", 0.05),),
 }
-FIRST = 40  # documents looked at before one of them is sent to validation by force
+FIRST = 40  # different documents looked at before one of them is sent to validation by force
 
 _WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+_NAME = re.compile("([a-z]+)(?:[-_ ]?[0-9]+)?(?:-of-[0-9]+(?:-[0-9a-f]+)?)?")  # the last: as the hub numbers
 
 
 def named(split: str) -> str:
@@ -38,6 +40,16 @@ def named(split: str) -> str:
 def split_in(words: Iterable[str]) -> str | None:
     """The split that one of these words names, if any does."""
     return next((_WORDS[word] for word in words if word in _WORDS), None)
+
+
+def split_called(path: str) -> str | None:
+    """The split that a folder, or a file but for its endings and its number, is called by in this path.
+
+    So are `train.md`, `data/train/a.txt`, `ptb.valid.txt` and `test-00000-of-00002.parquet`, but not
+    `train-a-model.md`.
+    """
+    names = map(_NAME.fullmatch, re.split(r"[/\\.]", path.lower()))
+    return split_in(name[1] for name in names if name)
 
 
 def parts_of(own: Iterable[str]) -> dict[str, str]:
@@ -61,10 +73,11 @@ def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
 
     A document without a split of its own gets one by a hash of its text alone: 5% validation, 5% test.
     Equal texts therefore never stand on both sides, and adding documents moves none of the others. A small
-    set might miss a split by chance: if none of the first forty documents is for validation (or for
-    training), the one with the lowest (highest) hash is.
+    set might miss a split by chance: if none of the first forty different documents is for validation (or
+    for training), the one with the lowest (highest) hash is.
     """
-    held: list[tuple[float, Document]] = []  # the first undivided documents
+    first: dict[float, tuple[float, Document]] = {}  # the first undivided documents that differ
+    held: list[tuple[float, Document]] = []  # the same in order, each as often as it came
     forced: dict[float, str] | None = None  # which of them were sent elsewhere than their hash says
     for part, text in parts:
         text, data = _utf8(text)
@@ -77,22 +90,23 @@ def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
         if forced is not None:
             yield document._replace(split=forced.get(place, split))
             continue
-        held.append((place, document))
-        if len(held) == FIRST:
-            forced = _forced(held, name)
+        held.append(first.setdefault(place, (place, document)))
+        if len(first) == FIRST:
+            forced = _forced(held)
             yield from _settled(held, forced)
-    if forced is None and held:
-        yield from _settled(held, _forced(held, name))
+            held.clear()
+    if len(first) == 1:
+        raise InputError(f"{name} holds a single document: too little to keep some of it for validation")
+    if held:
+        yield from _settled(held, _forced(held))
 
 
 def _settled(held: list[tuple[float, Document]], forced: dict[float, str]) -> Iterator[Document]:
     return (document._replace(split=forced.get(place, document.split)) for place, document in held)
 
 
-def _forced(held: list[tuple[float, Document]], name: str) -> dict[float, str]:
+def _forced(held: list[tuple[float, Document]]) -> dict[float, str]:
     places = {place for place, _ in held}
-    if len(places) == 1:
-        raise InputError(f"'{name}' holds a single document: too little to keep some of it for validation")
     found = {document.split for _, document in held}
     ends = {"validation": min(places), "train": max(places)}
     return {place: split for split, place in ends.items() if split not in found}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from qkflow.errors import InputError, unknown
 
 USUAL = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
 MENTIONED = 12  # columns named in an error, at most
+AHEAD = 100  # rows with text looked at before a column of no usual name is taken
 
 
 def choose_column(columns: list[str], texts: list[str], wanted: str | None, where: object) -> str:
@@ -41,29 +43,56 @@ def checked(value: object, where: object, column: str, number: int) -> str:
     return value
 
 
-def jsonl_rows(stream: IO[bytes], path: Path, column: str | None) -> Iterator[str]:
-    """One object (its `column`) or one string a line; rows whose column is missing or null are left out."""
-    chosen = None
+def row_texts(
+    rows: Iterable[tuple[int, Any]], wanted: str | None, where: object, within: int | None = None
+) -> Iterator[str]:
+    """The texts of numbered rows, objects or bare strings; rows whose column is missing or null are left out.
+
+    The first row may lack the column, so it alone does not decide: rows are looked at until the column asked
+    for, or one of a usual name, has been seen (`within` so many rows), and a column of another name is taken
+    if it is the only one of text in the first AHEAD rows that have any.
+    """
+    rows = iter(rows)
+    columns: dict[str, None] = {}
+    texts: dict[str, None] = {}
+    held: list[tuple[int, Any]] = []  # rows that may hold text
+    for number, row in islice(rows, within):
+        if isinstance(row, str) and not held:
+            yield row
+            continue
+        if isinstance(row, dict):
+            columns.update(dict.fromkeys(row))
+            texts.update(dict.fromkeys(name for name, value in row.items() if isinstance(value, str)))
+        settled = not texts.keys().isdisjoint(USUAL) if wanted is None else wanted in columns
+        if settled or (wanted is None and texts):
+            held.append((number, row))
+        if settled or len(held) == AHEAD:
+            break
+    if columns:
+        column = choose_column(list(columns), list(texts), wanted, where)
+        for number, row in chain(held, rows):
+            value = row if isinstance(row, str) else row.get(column)
+            if value is not None:
+                yield checked(value, where, column, number)
+
+
+def jsonl_rows(stream: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
+    """One object or one string a line, with the line's number."""
     for number, line in enumerate(stream, start=1):
         if line.isspace():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path} line {number} is not JSON: one object a line is expected") from error
-        if isinstance(row, str):
-            yield row
-            continue
-        if not isinstance(row, dict):
+        except UnicodeDecodeError:
+            raise  # of another encoding: said as it is of any text
+        except (ValueError, RecursionError) as error:
+            fault = "nested too deeply" if isinstance(error, RecursionError) else "not JSON"
+            raise InputError(f"{path} line {number} is {fault}: one object a line is expected") from error
+        if not isinstance(row, str | dict):
             raise InputError(
                 f"{path} line {number} is a JSON {type(row).__name__}: one object a line is expected"
             )
-        if chosen is None:
-            texts = [name for name, value in row.items() if isinstance(value, str)]
-            chosen = choose_column(list(row), texts, column, path)
-        value = row.get(chosen)
-        if value is not None:
-            yield checked(value, path, chosen, number)
+        yield number, row
 
 
 def csv_rows(stream: io.TextIOBase, path: Path, column: str | None, *, tabs: bool) -> Iterator[str]:
@@ -71,20 +100,30 @@ def csv_rows(stream: io.TextIOBase, path: Path, column: str | None, *, tabs: boo
     import csv
 
     csv.field_size_limit(1 << 30)
+    numbered = column is not None and column.isdigit()
+    first = stream.readline()
+    separator = "\t" if tabs else ","
+    if not (tabs or numbered or "," in first):  # a header without commas shows what stands for them
+        separator = next((mark for mark in ";\t|" if mark in first), ",")
     # TSV as data sets use it knows no quoting: a quotation mark is part of the text.
-    rows = csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE) if tabs else csv.reader(stream)
-    if column is not None and column.isdigit():
-        index = int(column) - 1
-    else:
-        names = next(rows, [])
-        index = names.index(choose_column(names, names, column, path))
-    for row in rows:
-        if row and not 0 <= index < len(row):
+    rows = csv.reader(
+        chain([first], stream), delimiter=separator, quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+    )
+    names = [] if numbered else next(rows, [])
+    index = int(column or 0) - 1 if numbered else names.index(choose_column(names, names, column, path))
+    width = len(names)
+    for row in filter(None, rows):
+        width = width or len(row)  # without a header, the first row tells
+        if not 0 <= index < len(row):
             raise InputError(
                 f"{path} line {rows.line_num} has {len(row)} columns: there is no number {index + 1}"
             )
-        if row:
-            yield row[index]
+        if any(row[width:]):  # to go on would be to cut a text short
+            rule = "no text may contain a tab" if tabs else f"quote each text that contains '{separator}'"
+            raise InputError(
+                f"{path} line {rows.line_num} has {len(row)} columns, the first line {width}: {rule}"
+            )
+        yield row[index]
 
 
 def parquet_rows(path: Path, column: str | None, advance: Callable[[int], None]) -> Iterator[str]:
@@ -99,7 +138,11 @@ def parquet_rows(path: Path, column: str | None, advance: Callable[[int], None])
     except arrow.ArrowInvalid as error:
         raise InputError(f"{path} is not a Parquet file, or is damaged") from error
     schema = table.schema_arrow
-    texts = [field.name for field in schema if str(field.type) in ("string", "large_string", "string_view")]
+    types = {field.name: field.type for field in schema}
+    for name, kind in types.items():
+        if arrow.types.is_dictionary(kind):  # categories of text are text
+            types[name] = kind.value_type
+    texts = [name for name in types if str(types[name]) in ("string", "large_string", "string_view")]
     chosen = choose_column(schema.names, texts, column, path)
     number, size = 0, path.stat().st_size
     for batch in table.iter_batches(batch_size=1024, columns=[chosen]):
