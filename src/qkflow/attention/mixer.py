@@ -227,7 +227,8 @@ class Attention(nn.Module):
         """
         if not isinstance(self.qk, FactorisedQK):
             raise InputError("a collapsed query-key circuit has no key projection to fold a drift into")
-        if not self.qk.plain:
+        folds = type(self.coupling).fold is not couplings.Coupling.fold
+        if folds and not self.qk.plain:
             raise InputError(
                 "something stands in the place of the query or key projection (an adapter, a hook), so no "
                 "drift can be folded into its weights: merge or remove that first"
