@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from qkflow.cli import run
+from qkflow.data import prepare
 from qkflow.errors import InputError
 from qkflow.training import worker
 
@@ -80,6 +81,33 @@ def test_eval_agrees_with_the_run(model, corpus, command):
     everything = json.loads(command("eval", model, "--data", corpus, "--split", "all", "--json")[1])
     assert everything["tokens"] > found["tokens"]
     assert "perplexity" in command("eval", model, "--data", corpus)[1]
+
+
+def test_bits_per_byte_count_the_bytes_that_a_tokenizer_loses(corpus, command, tmp_path):
+    """Metaspace writes a space into the token after it, and a token alone decodes without."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    subwords = Tokenizer(models.BPE(unk_token="<unk>"))
+    subwords.pre_tokenizer, subwords.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "</s>"], show_progress=False)
+    subwords.train_from_iterator([corpus.read_text()], trainer)
+    subwords.save(str(tmp_path / "tokenizer.json"))
+    asked = ["--data", corpus, "--tokenizer", tmp_path / "tokenizer.json", "--length", 16, "--batch", 4]
+    small = ("model.layers=1", "model.width=16", "model.heads=2", "train.eval_tokens=null")
+    small = [word for text in small for word in ("--set", text)]
+    _, out = command("train", tmp_path / "run", *asked, "--steps", 1, *small, "--json")
+    trained = json.loads(out)
+    text = prepare(str(corpus), str(tmp_path / "tokenizer.json"))
+    for split in ("validation", "all"):
+        asked = ("eval", tmp_path / "run", "--data", corpus, "--length", 16, "--split", split, "--json")
+        found = json.loads(command(*asked)[1])
+        parts = ("train", "validation", "test") if split == "all" else (split,)
+        assert found["bytes"] == sum(text.bytes(part) for part in parts)
+        some = json.loads(command(*asked, "--tokens", found["tokens"] // 2)[1])
+        share = some["tokens"] / found["tokens"]
+        assert some["bytes"] == pytest.approx(found["bytes"] * share, rel=0.05)
+        if split == "validation":
+            assert trained["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
 
 
 def test_generate(model, command):

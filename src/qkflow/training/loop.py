@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from qkflow import files
-from qkflow.data import EvalWindows, TokenSet, TrainWindows, prepare
+from qkflow.data import TokenSet, TrainWindows, prepare
 from qkflow.errors import InputError
 from qkflow.measures.language import Score, score
 from qkflow.models import Decoder
@@ -120,13 +120,7 @@ class Run:
                 f"a batch of {train.batch} windows cannot be cut into {train.accumulate} parts for each of "
                 f"{team.world} processes"
             )
-        self.held_out = EvalWindows(
-            data.tokens("validation"),
-            length,
-            max(1, train.batch),
-            train.eval_tokens,
-            token_bytes=data.token_bytes,
-        )
+        self.held_out = data.evaluation("validation", length, train.batch, train.eval_tokens)
         self.budget = Budget.of(train, length)
         decoder = Decoder(self.model_config, seed=train.seed).to(team.device)
         self.flops_per_token = flops_per_token(decoder, length)
