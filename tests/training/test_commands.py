@@ -159,6 +159,13 @@ def test_weights_of_another_shape_or_damaged(model, command, tmp_path):
         command("generate", copy)
 
 
+def test_a_loss_beyond_all_perplexities_is_shown(model, command, tmp_path):
+    (tmp_path / "config.yaml").write_text((model / "config.yaml").read_text())
+    result = json.loads((model / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps({**result, "loss": 1e4, "perplexity": None}))
+    assert "loss 10000.0000, perplexity inf" in command("train", tmp_path)[1]
+
+
 def test_the_exit_code_of_a_failed_run(settings, command, tmp_path):
     wild = settings(lr=1e25, clip=0, warmup=0, schedule="constant")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(wild))

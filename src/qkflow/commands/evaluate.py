@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,10 +96,10 @@ def evaluate(
     if json:
         console.emit_json(result)
         return
-    bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+    from qkflow.measures.language import in_words
+
     console.out.print(
-        f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): "
-        f"loss {result['loss']:.4f}, perplexity {result['perplexity'] or math.inf:.2f}{bits}",
+        f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): {in_words(result)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -130,12 +130,13 @@ def show_result(folder: Path, json: bool) -> None:
     if json:
         console.emit_json({"folder": str(folder), **result})
         return
+    from qkflow.measures.language import in_words
+
     speed = result["tokens"] / max(result["seconds"], 1e-9)
     lines = [
         f"[bold]{folder}[/]: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "
         f"{result['seconds']:.0f} s of training ({speed:,.0f} tokens/s)",
-        f"validation: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}"
-        + (f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""),
+        f"validation: {in_words(result)}",
         f"next: qkflow generate {folder} --prompt '...'   qkflow probe {folder} --text '...'",
     ]
     console.out.print("\n".join(lines), highlight=False, soft_wrap=True)
