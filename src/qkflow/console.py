@@ -39,5 +39,4 @@ def progress(*extra: TextColumn) -> Progress:
 
 def emit_json(value: Any) -> None:
     """Print one JSON object, the whole output of a command run with --json."""
-    json.dump(value, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")  # the whole of it, or nothing

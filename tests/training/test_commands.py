@@ -1,14 +1,17 @@
 """`qkflow train`, `eval`, `generate` and `probe`, as a user would type them."""
 
 import json
+import shutil
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
+from qkflow import console, files
 from qkflow.cli import run
 from qkflow.data import prepare
 from qkflow.errors import InputError
-from qkflow.training import worker
+from qkflow.training import model_folder, worker
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +148,65 @@ def test_what_is_not_a_model(name, command, tmp_path):
         command(name, tmp_path, *rest)
 
 
-def test_weights_of_another_shape_or_damaged(model, command, tmp_path):
-    import shutil
+@pytest.mark.parametrize("name", ["eval", "generate", "probe"])
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "trunc', "tokenizer.json cannot be read as a tokenizer"),
+        ("tokenizer.json", '{"a": 1}', "tokenizer.json cannot be read as a tokenizer"),
+        ("config.json", '{"format": "qkflow-decoder"}', "does not say the 'model'"),
+        ("config.json", '{"format": "qkflow-decoder", "model": {}}', "does not say the 'end_of_document'"),
+    ],
+)
+def test_a_damaged_model(model, corpus, command, tmp_path, name, file, content, words):
+    copy = shutil.copytree(model / "model", tmp_path / "model")
+    (copy / file).write_text(content)
+    rest = {"probe": ["--text", "a"], "eval": ["--data", corpus]}.get(name, [])
+    with pytest.raises(InputError, match=words):
+        command(name, copy, *rest)
 
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(float("nan"), "'blocks.* not finite numbers"), (1e38, "weights are too large")]
+)
+def test_weights_that_are_no_use(model, corpus, command, capsys, tmp_path, value, words):
+    copy = shutil.copytree(model / "model", tmp_path / "model")
+    weights = load_file(copy / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.startswith("blocks"):
+            tensor.fill_(value)
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(InputError, match=words):
+        command("eval", copy, "--data", corpus, "--json")
+    assert capsys.readouterr().out == ""
+
+
+def test_json_is_printed_whole_or_not_at_all(capsys):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        console.emit_json({"a": 1, "b": float("nan")})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_that_does_not_fit_leaves_nothing_half_written(model, monkeypatch, tmp_path):
+    decoder, tokenizer = model_folder.load_model(model)
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        model_folder.save(tmp_path / "model", decoder.config, model_folder.full_weights(decoder), tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_says_too_little(model, command, tmp_path):
+    (tmp_path / "config.yaml").write_text((model / "config.yaml").read_text())
+    (tmp_path / "result.json").write_text('{"status": "finished"}')
+    with pytest.raises(InputError, match="does not say 'parameters': remove it to train again"):
+        command("train", tmp_path)
+
+
+def test_weights_of_another_shape_or_damaged(model, command, tmp_path):
     copy = shutil.copytree(model / "model", tmp_path / "model")
     described = json.loads((copy / "config.json").read_text())
     described["model"]["width"] = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,6 +132,10 @@ def measure(
             yield from bar.track(batches, total=len(windows), description=f"reading {text.name}")
 
     measured = score(decoder, windows, watch=watch)
+    if not math.isfinite(measured.loss):
+        raise InputError(
+            f"the loss of {model} on '{corpus}' is not a finite number: its weights are too large"
+        )
     result = {"model": str(model), "data": text.name, "split": split, **measured.to_dict()}
     return result | {"tokens": measured.tokens, "bytes": measured.bytes}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -126,12 +125,16 @@ def settle(folder: Path, given: dict[str, Any]) -> RunConfig | None:
 
 
 def show_result(folder: Path, json: bool) -> None:
-    result = json_module.loads((folder / "result.json").read_text("utf-8"))
+    from qkflow.measures.language import in_words
+    from qkflow.training.loop import read_result
+
+    result = read_result(folder) or {}
     if json:
         console.emit_json({"folder": str(folder), **result})
         return
-    from qkflow.measures.language import in_words
-
+    for name in ("parameters", "tokens", "seconds", "loss", "perplexity", "bits_per_byte"):
+        if name not in result:
+            raise InputError(f"{folder / 'result.json'} does not say '{name}': remove it to train again")
     speed = result["tokens"] / max(result["seconds"], 1e-9)
     lines = [
         f"[bold]{folder}[/]: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "

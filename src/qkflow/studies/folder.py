@@ -24,6 +24,7 @@ import yaml
 
 from qkflow.errors import InputError
 from qkflow.files import make_folder, write_atomic, write_json
+from qkflow.training.loop import read_result
 
 STUDY = "study.yaml"
 
@@ -41,11 +42,7 @@ class RunFolder:
             )
 
     def result(self) -> dict[str, Any] | None:
-        try:
-            result = json.loads((self.path / "result.json").read_text())
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-            return None
-        return result if isinstance(result, dict) else None
+        return read_result(self.path)
 
     @property
     def finished(self) -> bool:

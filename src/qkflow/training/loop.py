@@ -11,6 +11,7 @@ A run's folder:
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import statistics
@@ -65,16 +66,14 @@ def train(
     Raises StoppedError when stopped by a signal, and NonFiniteError when the loss is no longer a number.
     """
     listener = listener or Listener()
-    with (
-        join(config.train.parallel, config.train.device) as team,
-        stop_signals() as stop,
-    ):
-        data = _prepare(config, team)
-        run = Run(folder, config, data, team, listener, stop)
-        with alone_in(folder, team):
-            if record is not None and team.leads:
-                files.write_atomic(folder / CONFIG, record.to_yaml())
-            return run.go()
+    with join(config.train.parallel, config.train.device) as team:
+        data = _prepare(config, team)  # a signal ends this at once: there is no state to save yet
+        with stop_signals() as stop:
+            run = Run(folder, config, data, team, listener, stop)
+            with alone_in(folder, team):
+                if record is not None and team.leads:
+                    files.write_atomic(folder / CONFIG, record.to_yaml())
+                return run.go()
 
 
 def _prepare(config: RunConfig, team: Team) -> TokenSet:
@@ -349,6 +348,15 @@ class Run:
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         self.team.wait()
         return result
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What result.json says; None where there is none, or a damaged one."""
+    try:
+        result = json.loads((folder / RESULT).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None
 
 
 def write_failure(folder: Path, error: str) -> None:
