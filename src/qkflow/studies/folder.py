@@ -112,11 +112,15 @@ class StudyFolder:
                 f"{self.path} is not a comparison: it has no {STUDY}; give the folder that "
                 f"`qkflow compare --out` wrote"
             ) from None
+        except UnicodeDecodeError:
+            raise InputError(f"{self.path / STUDY} is not a text file") from None
         try:
             study = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise InputError(f"{self.path / STUDY} cannot be read as YAML ({error})") from None
-        if not isinstance(study, dict) or not {"question", "contestants", "runs"} <= study.keys():
+            said = " ".join(str(error).split())
+            raise InputError(f"{self.path / STUDY} cannot be read as YAML ({said})") from None
+        kinds = {"question": dict, "contestants": list, "runs": list}
+        if not isinstance(study, dict) or any(not isinstance(study.get(k), kinds[k]) for k in kinds):
             raise InputError(f"{self.path / STUDY} is not what `qkflow compare` writes")
         return study
 
