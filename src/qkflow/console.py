@@ -25,7 +25,7 @@ def progress(*extra: TextColumn) -> Progress:
     """The project's one progress bar: what, how far, elapsed, time left; on stderr."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # it may name a path with brackets in it
         BarColumn(),
         MofNCompleteColumn(),
         *extra,

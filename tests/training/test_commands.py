@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -51,6 +52,19 @@ def test_train_shows_a_finished_run_again(model, command):
     assert code == 0
     assert "perplexity" in out
     assert "bits per byte" in out
+
+
+def test_brackets_of_a_path_stay_what_they_are(model, corpus, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "of[/b]")
+    assert "of[/b]: " in command("train", "of[/b]")[1]
+    Path("[ab]").mkdir()
+    shutil.copy(corpus, "[ab]/a.jsonl")
+    assert "of[/b] on [ab]/a.jsonl" in command("eval", "of[/b]", "--data", "[ab]/a.jsonl")[1]
+    small = ("model.layers=1", "model.width=16", "model.heads=2")
+    small = [word for text in small for word in ("--set", text)]
+    asked = ("--data", corpus, "--tokenizer", "bytes", "--length", 16, "--batch", 4, "--steps", 1, *small)
+    assert "new[/b]: " in command("train", "new[/b]", *asked)[1]
 
 
 def test_train_refuses_a_folder_of_something_else(model, command, tmp_path):

@@ -101,6 +101,7 @@ def evaluate(
 
     console.out.print(
         f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): {in_words(result)}",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )
