@@ -127,9 +127,8 @@ class Stepper:
 
 
 def _backend(name: str) -> str:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if name not in known:
-        raise unknown("backend of train.compile", name, known)
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        raise unknown("backend of train.compile", name, torch.compiler.list_backends())
     return name
 
 

@@ -43,7 +43,7 @@ def work(
     if (read_result(folder) or {}).get("status") == "finished":
         return FINISHED
     if (folder / RESULT).is_file():
-        (folder / RESULT).unlink()  # failed, or damaged: tried again from the last good state
+        (folder / RESULT).unlink(missing_ok=True)  # failed, or damaged: tried again from the last good state
     config = record or RunConfig.load(folder / CONFIG)
     if parallel is not None:
         config = replace(config, train=replace(config.train, parallel=parallel))
