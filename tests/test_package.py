@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from qkflow import cli
 from qkflow.cli import COMMANDS
+from qkflow.errors import InputError
 
 ALLOWED = {"torch", "numpy", "qkflow"}
 
@@ -41,6 +43,17 @@ def test_help_lists_every_command_without_torch() -> None:
     for name in COMMANDS:
         assert name in done.stdout
     assert done.stdout.strip().endswith("False")
+
+
+def test_a_group_of_commands_has_help_too(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {name.partition(" ")[0] for name in COMMANDS if " " in name}
+    for group in groups:
+        assert cli.run([group, "--help"]) == 0
+        said = capsys.readouterr().out
+        for name in COMMANDS:
+            assert (f"  {name}  " in said) == name.startswith(f"{group} ")
+    with pytest.raises(InputError, match="unknown command 'data lst': did you mean 'data list'"):
+        cli.run(["data", "lst"])
 
 
 def test_unknown_command_suggests_the_nearest() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from qkflow.errors import InputError, unknown
 
@@ -42,9 +42,12 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def usage() -> str:
-    width = max(len(name) for name in COMMANDS)
-    rows = "\n".join(f"  {name:<{width}}  {line}" for name, (_, _, line) in COMMANDS.items())
+HELP = ("-h", "--help", "help")
+
+
+def usage(names: Collection[str] = COMMANDS) -> str:
+    width = max(len(name) for name in names)
+    rows = "\n".join(f"  {name:<{width}}  {COMMANDS[name][2]}" for name in names)
     return (
         "qkflow: the dynamics of attention.\n\n"
         f"usage: qkflow COMMAND [options]\n\ncommands:\n{rows}\n\n"
@@ -53,22 +56,28 @@ def usage() -> str:
     )
 
 
+def members(group: str) -> list[str]:
+    """The commands of a group, e.g. of `data`."""
+    return [name for name in COMMANDS if name.startswith(f"{group} ")]
+
+
 def find(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """Split the arguments into the longest command name they start with and the rest."""
     for words in (2, 1):
         name = " ".join(arguments[:words])
         if len(arguments) >= words and name in COMMANDS:
             return name, list(arguments[words:])
-    family = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
-    if family:
-        given = " ".join(arguments[:2])
-        raise unknown("command", given, family)
+    if family := members(arguments[0]):
+        raise unknown("command", " ".join(arguments[:2]), family)
     raise unknown("command", arguments[0], COMMANDS)
 
 
 def run(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in HELP:
         print(usage())
+        return 0
+    if members(arguments[0]) and arguments[1:] and arguments[1] in HELP:
+        print(usage(members(arguments[0])))
         return 0
     if arguments[0] in ("-V", "--version"):
         from qkflow import __version__

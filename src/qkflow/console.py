@@ -25,7 +25,7 @@ def progress(*extra: TextColumn) -> Progress:
     """The project's one progress bar: what, how far, elapsed, time left; on stderr."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # it may name a path with brackets in it
         BarColumn(),
         MofNCompleteColumn(),
         *extra,
@@ -39,5 +39,4 @@ def progress(*extra: TextColumn) -> Progress:
 
 def emit_json(value: Any) -> None:
     """Print one JSON object, the whole output of a command run with --json."""
-    json.dump(value, sys.stdout, indent=2, allow_nan=False)
-    sys.stdout.write("\n")
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")  # the whole of it, or nothing

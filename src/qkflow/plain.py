@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -36,7 +37,9 @@ def parse_count(text: str | int | float) -> int:
         raise wrong
     scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
     number = float(match[1].replace("_", "")) * scale
-    if abs(number - round(number)) > 1e-9 * number:  # 1.1M is whole but for rounding
+    if (
+        not math.isfinite(number) or abs(number - round(number)) > 1e-9 * number
+    ):  # 1.1M is whole but for rounding
         raise wrong
     return round(number)
 
@@ -62,10 +65,31 @@ def _value(value: Any, hint: Any, where: str) -> Any:
                 return (
                     float(value) if kind is float else value if isinstance(value, int) else parse_count(value)
                 )
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, OverflowError):
                 continue
     choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
     if choices:
         raise unknown(where, str(value), choices)
-    wanted = " or ".join(WORDS.get(kind, str(kind)) for kind in kinds if kind is not type(None))
+    wanted = " or ".join(_word(kind) for kind in kinds if kind is not type(None))
     raise InputError(f"{where} must be {wanted}, not {value!r}")
+
+
+def _word(kind: Any) -> str:
+    if get_origin(kind) in (tuple, list):
+        choices = get_args(get_args(kind)[0]) or ("a", "b")
+        return f"a list, e.g. [{', '.join(map(str, choices))}]"
+    return "a mapping of keys to values" if get_origin(kind) is dict else WORDS.get(kind, str(kind))
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Refuse what no generator of random numbers can start from."""
+    if not -(2**63) <= seed < 2**64:
+        raise InputError(f"{name} must lie between -2^63 and 2^64, not at {seed}")
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse bytes of the command line that are no text; as a path they would be fine."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name} is not valid UTF-8: give it as UTF-8 text") from None

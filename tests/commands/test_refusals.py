@@ -107,6 +107,7 @@ OF_TRAIN = [
     (["--set", "model.heads=3"], "width 128 does not divide into 3 heads"),
     (["--set", "train.clip=["], "'[' cannot be read as YAML"),
     (["--set", "train.steps=2.5"], "train.steps must be a whole number"),
+    (["--set", "train.compile=inducter"], "did you mean 'inductor'"),
 ]
 
 
@@ -123,6 +124,7 @@ OF_COMPARE = [
     (["--variants", ""], "no variant given"),
     (["--seeds", "1"], "a verdict needs at least 3 seeds"),
     (["--match", "tim"], "did you mean 'time'"),
+    (["--variants", "leapfrog:n=0"], "variant 'leapfrog:n=0'"),
 ]
 
 
@@ -137,6 +139,14 @@ def test_folders_that_cannot_be_written(refused):
         said = refused(*command, "one.txt/out", "--data", "text.jsonl", *SMALL)
         assert "one.txt/out cannot be written (Not a directory): give another folder" in said
         assert "one.txt" in refused(*command, "one.txt", "--data", "text.jsonl", *SMALL)
+
+
+def test_what_is_said_before_a_model_is_read(refused):
+    generate = ("generate", "nowhere")
+    assert "--samples must be at least 1, not 0" in refused(*generate, "--samples", "0")
+    assert "--seed must lie between" in refused(*generate, "--seed", "9" * 23)
+    assert "--prompt is not valid UTF-8" in refused(*generate, "--prompt", "\udcff\udcfe")
+    assert "--text is not valid UTF-8" in refused("probe", "nowhere", "--text", "\udcff")
 
 
 def test_models_that_are_not_there(refused):

@@ -51,6 +51,7 @@ def test_the_table_says_the_order(capsys):
         (["--drift", "inf"], "--drift must be a positive number"),
         (["--steps", "0"], "--steps must be a positive number"),
         (["--out", "."], "is a folder"),
+        (["--seed", "9" * 20], "--seed must lie between"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, message):

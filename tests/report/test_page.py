@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from qkflow.report.figures import _gap, _mean_evals
 from qkflow.report.page import count, json_for_script, plain
+from qkflow.report.tables import terminal_table
 from qkflow.studies import Comparison, rebuild
 
 
@@ -212,6 +215,28 @@ def test_a_study_hardly_begun_still_has_a_page(study: Path, tmp_path: Path) -> N
     assert json.loads(page.scripts["figures"]) == {}
     assert "not complete: 30 of 30 runs have not finished" in page.text
     assert answer.summary["reference"] is None
+
+
+@pytest.mark.parametrize("loss", [650.0, 900.0])  # of the one exp is a long number, of the other none
+def test_a_loss_beyond_all_perplexities_still_has_a_page(study: Path, tmp_path: Path, loss: float) -> None:
+    wrong = shutil.copytree(study, tmp_path / "study")
+    for seed, run in enumerate(sorted((wrong / "runs").glob("euler-*"))):
+        result = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps({**result, "loss": loss + seed, "perplexity": None}))
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [{**row, "loss": loss + seed} if row["kind"] == "eval" else row for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer = rebuild(wrong)
+    euler = answer.summary["variants"][0]
+    assert (euler["perplexity"] is None) == (loss > 700)
+    size = "immeasurably" if loss > 700 else "e\\+2\\d\\d%"
+    assert re.search(f"euler hurts: its perplexity is .*{size} higher than", euler["sentence"])
+    assert max(map(len, answer.summary["headline"].split())) < 20
+    text = io.StringIO()
+    Console(file=text, width=80).print(terminal_table(answer.summary))
+    assert all(len(line) <= 80 for line in text.getvalue().splitlines())
+    page = Page((wrong / "report.html").read_text(encoding="utf-8"))
+    assert {"differences", "same-start", "gap"} <= json.loads(page.scripts["figures"]).keys()
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no browser here")

@@ -165,6 +165,53 @@ def test_bad_input_leaves_nothing_behind(change: dict[str, Any], hint: str, tmp_
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(
+    ("variant", "hint"), [("leapfrog:n=0", "variant 'leapfrog:n=0': "), ("slow:P=0", "variant 'slow:P=0': ")]
+)
+def test_what_cannot_be_built_leaves_nothing_behind(variant: str, hint: str, tmp_path: Path) -> None:
+    asked = {key: value for key, value in TOY.items() if key != "parts"}
+    with pytest.raises(InputError, match=hint):
+        compare("toy", variants=f"standard,{variant}", out=tmp_path / "s", **asked)
+    assert not (tmp_path / "s").exists()
+
+
+def _without(key: str, part: str | None = None) -> Any:
+    def harm(study: dict[str, Any]) -> dict[str, Any]:
+        inner = study if part is None else study[part] if part == "question" else study[part][0]
+        del inner[key]
+        return study
+
+    return harm
+
+
+@pytest.mark.parametrize(
+    ("harm", "hint"),
+    [
+        (_without("confidence", "question"), "'question' does not say 'confidence'"),
+        (_without("cells", "contestants"), "'contestants' does not say 'cells'"),
+        (_without("seed", "runs"), "'runs' does not say 'seed'"),
+        (lambda study: {**study, "question": 5}, "is not what `qkflow compare` writes"),
+        (lambda study: {**study, "runs": [5]}, "runs' must be a mapping"),
+        (lambda study: {**study, "question": {**study["question"], "confidence": "x"}}, "must be a number"),
+    ],
+)
+def test_a_damaged_study_is_one_sentence(answer: Comparison, harm: Any, hint: str, tmp_path: Path) -> None:
+    study = harm(yaml.safe_load((answer.folder / "study.yaml").read_text()))
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    with pytest.raises(InputError, match=hint):
+        rebuild(tmp_path)
+
+
+def test_a_study_that_is_no_text_or_has_lost_its_budgets(answer: Comparison, tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_bytes(b"question: \xff\xfe")
+    with pytest.raises(InputError, match=r"study\.yaml is not a text file"):
+        rebuild(tmp_path)
+    study = _without("budgets")(yaml.safe_load((answer.folder / "study.yaml").read_text()))
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    with pytest.raises(InputError, match="budgets' must be a mapping"):
+        compare("toy text", variants="standard,euler,broken@gpt2", out=tmp_path, **TOY)
+
+
 def test_what_a_worker_calls_bad_input_stops_the_comparison(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="picky@gpt2: option 'm' of coupling 'picky' is unknown"):
         compare("toy", variants="picky", starts="gpt2", out=tmp_path / "s", jobs=1, **TOY)

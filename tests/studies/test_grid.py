@@ -92,6 +92,7 @@ def test_the_config_a_worker_reads() -> None:
         ({"seeds": 0, "verdict": False}, "at least 1"),
         ({"minutes": 3.0}, "not both"),
         ({"tokens": None, "minutes": 0.0}, "above zero"),
+        ({"tokens": None, "minutes": float("inf")}, "above zero"),
         ({"tokens": 100}, "less than one step"),
         ({"length": 1}, "--length must be at least 2"),
         ({"batch": 0}, "--batch must be at least 1"),
@@ -129,7 +130,7 @@ def test_reads_counts(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["many", "-5k", "10kb", ""])
+@pytest.mark.parametrize("text", ["many", "-5k", "10kb", "", "1e999"])
 def test_refuses_other_counts(text: str) -> None:
     with pytest.raises(InputError, match=r"write e\.g\. 200k"):
         parse_count(text)

@@ -139,3 +139,5 @@ def test_mean_curve_keeps_the_steps_all_seeds_have() -> None:
 def test_per_cent_of_perplexity() -> None:
     assert percent_perplexity(math.log(0.9)) == pytest.approx(-10)
     assert percent_perplexity(None) is None
+    assert percent_perplexity(-1e9) == -100
+    assert percent_perplexity(1e9) is None

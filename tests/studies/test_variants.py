@@ -61,6 +61,8 @@ def test_reads_every_form_and_writes_it_back(text: str, variant: Variant) -> Non
         ("standard+pace", "pace needs one number"),
         ("standard+pace=0", "pace needs one number"),
         ("symmetric:c=x", "symmetric takes one number"),
+        ("symmetric:c=1e999", "symmetric takes one number"),
+        ("standard+pace=1e400", "pace needs one number"),
     ],
 )
 def test_says_what_is_wrong_with_a_variant(text: str, hint: str) -> None:
@@ -71,6 +73,20 @@ def test_says_what_is_wrong_with_a_variant(text: str, hint: str) -> None:
 def test_lists_are_split_at_commas_and_repeats_dropped() -> None:
     names = [v.name for v in parse_variants(["standard,euler", "differential+affine", "affine+differential"])]
     assert names == ["standard", "euler", "affine+differential"]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["symmetric", "symmetric:c=1.0", "symmetric:c=1e0"],
+        ["symmetric:c=0.25", "symmetric:c=2.5e-1"],
+        ["standard+pace=4", "standard+pace=4.0"],
+        ["standard+pace=1e20", "standard+pace=100000000000000000000"],
+    ],
+)
+def test_a_number_has_one_spelling(texts: list[str]) -> None:
+    (variant,) = parse_variants(texts)
+    assert parse_variant(variant.name) == variant
 
 
 def test_a_registered_name_is_known() -> None:

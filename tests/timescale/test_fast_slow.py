@@ -95,3 +95,7 @@ def test_bad_input_is_refused():
         DriftingGenerator(random_generator(3, (2,)))
     with pytest.raises(InputError, match="reducible"):
         DriftingGenerator(torch.zeros(3, 3))
+    slow = 3e-8  # just well-conditioned, but not where the drift makes it slower still
+    chain = torch.tensor([[0, 1, 0], [1, 0, slow], [0, slow, 0]], dtype=torch.float64)
+    with pytest.raises(InputError, match="bent by the drift of y, the generator is ill-conditioned"):
+        DriftingGenerator(from_rates(chain))

@@ -153,6 +153,7 @@ def test_a_bad_generator_is_named_by_its_place_in_the_batch():
         ([[0.0, 1.0]], "square"),
         ([[0.0]], "at least 2 states"),
         ([1.0, 2.0], "square"),
+        (5.0, "square"),
         (torch.zeros(0, 3, 3), "at least one"),
     ],
 )
@@ -187,6 +188,7 @@ def test_generators_are_read_from_csv_json_and_npy(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
+        ("w.json", b"[[1" + b"0" * 400 + b"]]"),
         ("w.csv", b"1,2\n3\n"),
         ("w.csv", b"a,b\n1,2\n"),
         ("w.csv", b"\xff\xfe\x00"),
@@ -201,6 +203,15 @@ def test_a_file_without_a_matrix_is_refused(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match="does not hold a matrix of numbers"):
         load_generator(tmp_path / name)
+
+
+def test_why_a_file_holds_no_matrix(tmp_path):
+    (tmp_path / "w.json").write_text('{"rates": [[1]]}')
+    with pytest.raises(InputError, match=r"w\.json does not .*: an object needs the key 'generator'"):
+        load_generator(tmp_path / "w.json")
+    np.save(tmp_path / "w.npy", random_generator(3).numpy() * (1 + 0.5j))
+    with pytest.raises(InputError, match=r"w\.npy does not .*: its entries are complex, and rates are real"):
+        load_generator(tmp_path / "w.npy")
 
 
 def test_pickled_and_unknown_files_are_refused(tmp_path):

@@ -1,13 +1,18 @@
 """`qkflow train`, `eval`, `generate` and `probe`, as a user would type them."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
+from qkflow import console, files
 from qkflow.cli import run
+from qkflow.data import prepare
 from qkflow.errors import InputError
-from qkflow.training import worker
+from qkflow.training import model_folder, worker
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,19 @@ def test_train_shows_a_finished_run_again(model, command):
     assert "bits per byte" in out
 
 
+def test_brackets_of_a_path_stay_what_they_are(model, corpus, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "of[/b]")
+    assert "of[/b]: " in command("train", "of[/b]")[1]
+    Path("[ab]").mkdir()
+    shutil.copy(corpus, "[ab]/a.jsonl")
+    assert "of[/b] on [ab]/a.jsonl" in command("eval", "of[/b]", "--data", "[ab]/a.jsonl")[1]
+    small = ("model.layers=1", "model.width=16", "model.heads=2")
+    small = [word for text in small for word in ("--set", text)]
+    asked = ("--data", corpus, "--tokenizer", "bytes", "--length", 16, "--batch", 4, "--steps", 1, *small)
+    assert "new[/b]: " in command("train", "new[/b]", *asked)[1]
+
+
 def test_train_refuses_a_folder_of_something_else(model, command, tmp_path):
     with pytest.raises(InputError, match=r"holds another run \(train\.lr is 0\.003, not 0\.5\)"):
         command("train", model, "--lr", 0.5)
@@ -80,6 +98,33 @@ def test_eval_agrees_with_the_run(model, corpus, command):
     everything = json.loads(command("eval", model, "--data", corpus, "--split", "all", "--json")[1])
     assert everything["tokens"] > found["tokens"]
     assert "perplexity" in command("eval", model, "--data", corpus)[1]
+
+
+def test_bits_per_byte_count_the_bytes_that_a_tokenizer_loses(corpus, command, tmp_path):
+    """Metaspace writes a space into the token after it, and a token alone decodes without."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    subwords = Tokenizer(models.BPE(unk_token="<unk>"))
+    subwords.pre_tokenizer, subwords.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "</s>"], show_progress=False)
+    subwords.train_from_iterator([corpus.read_text()], trainer)
+    subwords.save(str(tmp_path / "tokenizer.json"))
+    asked = ["--data", corpus, "--tokenizer", tmp_path / "tokenizer.json", "--length", 16, "--batch", 4]
+    small = ("model.layers=1", "model.width=16", "model.heads=2", "train.eval_tokens=null")
+    small = [word for text in small for word in ("--set", text)]
+    _, out = command("train", tmp_path / "run", *asked, "--steps", 1, *small, "--json")
+    trained = json.loads(out)
+    text = prepare(str(corpus), str(tmp_path / "tokenizer.json"))
+    for split in ("validation", "all"):
+        asked = ("eval", tmp_path / "run", "--data", corpus, "--length", 16, "--split", split, "--json")
+        found = json.loads(command(*asked)[1])
+        parts = ("train", "validation", "test") if split == "all" else (split,)
+        assert found["bytes"] == sum(text.bytes(part) for part in parts)
+        some = json.loads(command(*asked, "--tokens", found["tokens"] // 2)[1])
+        share = some["tokens"] / found["tokens"]
+        assert some["bytes"] == pytest.approx(found["bytes"] * share, rel=0.05)
+        if split == "validation":
+            assert trained["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
 
 
 def test_generate(model, command):
@@ -117,9 +162,65 @@ def test_what_is_not_a_model(name, command, tmp_path):
         command(name, tmp_path, *rest)
 
 
-def test_weights_of_another_shape_or_damaged(model, command, tmp_path):
-    import shutil
+@pytest.mark.parametrize("name", ["eval", "generate", "probe"])
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "trunc', "tokenizer.json cannot be read as a tokenizer"),
+        ("tokenizer.json", '{"a": 1}', "tokenizer.json cannot be read as a tokenizer"),
+        ("config.json", '{"format": "qkflow-decoder"}', "does not say the 'model'"),
+        ("config.json", '{"format": "qkflow-decoder", "model": {}}', "does not say the 'end_of_document'"),
+    ],
+)
+def test_a_damaged_model(model, corpus, command, tmp_path, name, file, content, words):
+    copy = shutil.copytree(model / "model", tmp_path / "model")
+    (copy / file).write_text(content)
+    rest = {"probe": ["--text", "a"], "eval": ["--data", corpus]}.get(name, [])
+    with pytest.raises(InputError, match=words):
+        command(name, copy, *rest)
 
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(float("nan"), "'blocks.* not finite numbers"), (1e38, "weights are too large")]
+)
+def test_weights_that_are_no_use(model, corpus, command, capsys, tmp_path, value, words):
+    copy = shutil.copytree(model / "model", tmp_path / "model")
+    weights = load_file(copy / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.startswith("blocks"):
+            tensor.fill_(value)
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(InputError, match=words):
+        command("eval", copy, "--data", corpus, "--json")
+    assert capsys.readouterr().out == ""
+
+
+def test_json_is_printed_whole_or_not_at_all(capsys):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        console.emit_json({"a": 1, "b": float("nan")})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_that_does_not_fit_leaves_nothing_half_written(model, monkeypatch, tmp_path):
+    decoder, tokenizer = model_folder.load_model(model)
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        model_folder.save(tmp_path / "model", decoder.config, model_folder.full_weights(decoder), tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_says_too_little(model, command, tmp_path):
+    (tmp_path / "config.yaml").write_text((model / "config.yaml").read_text())
+    (tmp_path / "result.json").write_text('{"status": "finished"}')
+    with pytest.raises(InputError, match="does not say 'parameters': remove it to train again"):
+        command("train", tmp_path)
+
+
+def test_weights_of_another_shape_or_damaged(model, command, tmp_path):
     copy = shutil.copytree(model / "model", tmp_path / "model")
     described = json.loads((copy / "config.json").read_text())
     described["model"]["width"] = 32
@@ -129,6 +230,13 @@ def test_weights_of_another_shape_or_damaged(model, command, tmp_path):
     (copy / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(InputError, match="cannot be read"):
         command("generate", copy)
+
+
+def test_a_loss_beyond_all_perplexities_is_shown(model, command, tmp_path):
+    (tmp_path / "config.yaml").write_text((model / "config.yaml").read_text())
+    result = json.loads((model / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps({**result, "loss": 1e4, "perplexity": None}))
+    assert "loss 10000.0000, perplexity inf" in command("train", tmp_path)[1]
 
 
 def test_the_exit_code_of_a_failed_run(settings, command, tmp_path):

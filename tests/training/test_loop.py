@@ -11,7 +11,8 @@ import torch
 
 from qkflow.errors import InputError
 from qkflow.models import Decoder
-from qkflow.training import Listener, NonFiniteError, RunConfig, load_model, train, worker
+from qkflow.studies.folder import RunFolder
+from qkflow.training import Listener, NonFiniteError, RunConfig, load_model, loop, train, worker
 from qkflow.training.metrics import Metrics, read_rows
 from qkflow.training.process import alone_in
 from qkflow.training.state import verify
@@ -138,6 +139,25 @@ def test_asked_to_stop_it_saves_and_goes_on_bit_for_bit(run_folder, number, caps
     assert worker.work(stopped, later) == worker.FINISHED
     assert later.said == ["going on from step 4"]
     assert_same_weights(undisturbed, stopped)
+
+
+def test_a_signal_ends_the_preparation_of_data_at_once(run_folder, monkeypatch):
+    def interrupted(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the signal was put off")
+
+    monkeypatch.setattr(loop, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(run_folder())
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"status": "finis'])
+def test_a_run_whose_result_is_damaged_is_made_again(run_folder, content):
+    folder = run_folder(steps=1)
+    (folder / "result.json").write_bytes(content)
+    assert RunFolder(folder).result() is None
+    assert worker.main([str(folder)]) == worker.FINISHED
+    assert json.loads((folder / "result.json").read_text())["status"] == "finished"
 
 
 def test_a_finished_run_is_not_repeated(run_folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import tyro
@@ -13,7 +13,11 @@ import tyro
 from qkflow import console
 from qkflow.errors import InputError, unknown
 
+if TYPE_CHECKING:
+    from qkflow.data import EvalWindows, TokenSet
+
 SPLITS = ("train", "validation", "test")
+_BLOCK = 1 << 20  # tokens whose bytes are summed at a time
 
 
 def evaluate(
@@ -93,10 +97,11 @@ def evaluate(
     if json:
         console.emit_json(result)
         return
-    bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
+    from qkflow.measures.language import in_words
+
     console.out.print(
-        f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): "
-        f"loss {result['loss']:.4f}, perplexity {result['perplexity'] or math.inf:.2f}{bits}",
+        f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): {in_words(result)}",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )
@@ -106,7 +111,7 @@ def measure(
     model: Path, corpus: str, split: str, length: int, batch: int, tokens: str | None, device: str
 ) -> dict[str, Any]:
     """How well a model of ours predicts a split of a corpus."""
-    from qkflow.data import EvalWindows, prepare
+    from qkflow.data import prepare
     from qkflow.measures.language import score
     from qkflow.plain import parse_count
     from qkflow.training.model_folder import load_model, tokenizer_spec
@@ -115,18 +120,38 @@ def measure(
     decoder, _ = load_model(model, device=device)
     text = prepare(corpus, tokenizer_spec(model))
     parts = SPLITS if split == "all" else (split,)
-    found = np.concatenate([text.tokens(part) for part in parts])
-    if not len(found):
+    if not any(len(text.tokens(part)) for part in parts):
         raise InputError(f"'{corpus}' has no text in its {split} split")
-    windows = EvalWindows(found, length, batch, limit, token_bytes=text.token_bytes)
+    windows = (
+        _everything(text, length, batch, limit)
+        if split == "all"
+        else text.evaluation(split, length, batch, limit)
+    )
 
     def watch(batches: Iterable[Any]) -> Iterable[Any]:
         with console.progress() as bar:
             yield from bar.track(batches, total=len(windows), description=f"reading {text.name}")
 
     measured = score(decoder, windows, watch=watch)
+    if not math.isfinite(measured.loss):
+        raise InputError(
+            f"the loss of {model} on '{corpus}' is not a finite number: its weights are too large"
+        )
     result = {"model": str(model), "data": text.name, "split": split, **measured.to_dict()}
     return result | {"tokens": measured.tokens, "bytes": measured.bytes}
+
+
+def _everything(text: TokenSet, length: int, batch: int, limit: int | None) -> EvalWindows:
+    """What `TokenSet.evaluation` gives, of all splits as one text."""
+    from qkflow.data import EvalWindows
+
+    tokens, sizes = np.concatenate([text.tokens(part) for part in SPLITS]), text.token_bytes
+    windows = EvalWindows(tokens, length, batch, limit, token_bytes=sizes)
+    counted = EvalWindows(tokens, _BLOCK, 1, token_bytes=sizes).covered_bytes
+    if windows.covered_bytes is not None and counted:
+        whole = sum(text.bytes(part) for part in SPLITS)
+        windows.covered_bytes = round(windows.covered_bytes * whole / counted)
+    return windows
 
 
 def _refuse_mixtures(tasks: str | None, *, of_corpus: dict[str, Any], of_tasks: dict[str, Any]) -> None:

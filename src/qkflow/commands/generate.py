@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import tyro
 
 from qkflow import console
+from qkflow.errors import InputError
+from qkflow.plain import check_seed, check_text
 
 
 def generate(
@@ -53,6 +55,11 @@ def generate(
     from qkflow.training.parallel import find_device
     from qkflow.training.worker import prepare_process
 
+    check_text("--prompt", prompt)
+    if samples < 1:
+        raise InputError(f"--samples must be at least 1, not {samples}")
+    if seed is not None:
+        check_seed("--seed", seed)
     prepare_process(threads)
     decoder, tokenizer = load_model(model, device=find_device(device))
     read = [tokenizer.end_of_document, *tokenizer.encode(prompt)]  # as every document began in training

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.table import Table
+from rich.text import Text
 
 from qkflow import console
 
@@ -59,7 +60,7 @@ def _report(out: Path, architecture: str, parameters: int, json: bool) -> None:
     if json:
         console.emit_json({"folder": str(out), "architecture": architecture, "parameters": parameters})
     else:
-        console.out.print(f"{out}: {architecture}, {parameters:,} parameters")
+        console.out.print(f"{out}: {architecture}, {parameters:,} parameters", markup=False)
 
 
 def evaluate_tasks(
@@ -92,7 +93,7 @@ def evaluate_tasks(
     if json:
         console.emit_json({"model": str(model), "tasks": found})
         return
-    table = Table(title=str(model))
+    table = Table(title=Text(str(model)))
     for column in ("task", "measure", "value"):
         table.add_column(column, justify="right" if column == "value" else "left")
     for task, measures in found.items():

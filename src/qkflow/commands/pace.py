@@ -79,7 +79,7 @@ def flow(
         from qkflow.pace.figures import flow_figure, write_page
 
         write_page(flow_figure(flows, loss), out)
-        console.err.print(f"curves: {out}")
+        console.err.print(f"curves: {out}", markup=False, soft_wrap=True)
     if json:
         console.emit_json({"loss": loss, "m": m, "n": n, "b": b, "M": M, "start": start, "rows": rows})
     else:
@@ -199,7 +199,7 @@ def _run_settings(
     rows = [_settings_row([each for each in outcomes if each.setting == setting]) for setting in settings]
     if out is not None:
         write_page(heatmap_figure({row["name"]: np.array(row["heatmap"]) for row in rows}, EDGES), out)
-        console.err.print(f"heatmaps: {out}")
+        console.err.print(f"heatmaps: {out}", markup=False, soft_wrap=True)
     if json:
         console.emit_json({"seeds": list(seeds), **clock.read(), "rows": rows})
     else:
@@ -270,7 +270,7 @@ def _run_fixed_attention(seeds: Sequence[int], given: dict[str, Any], out: Path 
         rows.append({**asdict(each), "published": known, "ratio": each.loss / known if known else None})
     if out is not None:
         write_page(fixed_attention_figure(found), out)
-        console.err.print(f"curves: {out}")
+        console.err.print(f"curves: {out}", markup=False, soft_wrap=True)
     if json:
         console.emit_json({"seeds": list(seeds), **clock.read(), "rows": rows})
         return

@@ -11,6 +11,7 @@ from torch import Tensor
 from qkflow import console
 from qkflow.errors import InputError
 from qkflow.measures.attention import MEASURES, LayerProbe
+from qkflow.plain import check_text
 
 
 def probe(
@@ -57,6 +58,7 @@ def probe(
 
     if (text is None) == (data is None):
         raise InputError("give either --text or --data to measure on")
+    check_text("--text", text or "")
     draw = None if out is None else maps.drawing(out)
     prepare_process(threads)
     decoder, tokenizer = load_model(model, device=find_device(device))
@@ -76,7 +78,7 @@ def probe(
         return
     _table(layers)
     if out is not None:
-        console.out.print(f"drawn to {out}", highlight=False, soft_wrap=True)
+        console.out.print(f"drawn to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _held_out(model: Path, corpus: str, windows: int, length: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from qkflow import console
 from qkflow.errors import InputError
 from qkflow.files import write_atomic
+from qkflow.plain import check_seed
 from qkflow.timescale import fast_slow, variational
 from qkflow.timescale import master_equation as master
 
@@ -63,6 +64,7 @@ def theory(
     for flag, value in (("--drift", drift), ("--steps", steps), ("--hidden", hidden)):
         if not 0 < value < math.inf:
             raise InputError(f"{flag} must be a positive number, not {value:g}")
+    check_seed("--seed", seed)
     W = _generators(generator, states, seed)
     drifting = fast_slow.DriftingGenerator(W.flatten(0, -3)[0] if W.ndim > 2 else W, seed)
     compared = _compared(W, drifting, given=generator is not None, quick=quick, seed=seed)
@@ -92,7 +94,7 @@ def theory(
     else:
         _print(result)
         if out is not None:
-            console.out.print(f"plots: {out}", soft_wrap=True, highlight=False)
+            console.out.print(f"plots: {out}", markup=False, soft_wrap=True, highlight=False)
 
 
 def _generators(path: Path | None, states: int | None, seed: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,7 +97,8 @@ def train(
     with _Shown(folder) as shown:
         code = worker.work(folder, shown, parallel, settled)
     if code == worker.INTERRUPTED:
-        console.err.print(f"qkflow train {folder}  goes on from there", highlight=False, soft_wrap=True)
+        said = f"qkflow train {folder}  goes on from there"
+        console.err.print(said, markup=False, highlight=False, soft_wrap=True)
     if code == worker.FINISHED and shown.leads:
         show_result(folder, json)
     return code
@@ -126,19 +126,24 @@ def settle(folder: Path, given: dict[str, Any]) -> RunConfig | None:
 
 
 def show_result(folder: Path, json: bool) -> None:
-    result = json_module.loads((folder / "result.json").read_text("utf-8"))
+    from qkflow.measures.language import in_words
+    from qkflow.training.loop import read_result
+
+    result = read_result(folder) or {}
     if json:
         console.emit_json({"folder": str(folder), **result})
         return
+    for name in ("parameters", "tokens", "seconds", "loss", "perplexity", "bits_per_byte"):
+        if name not in result:
+            raise InputError(f"{folder / 'result.json'} does not say '{name}': remove it to train again")
     speed = result["tokens"] / max(result["seconds"], 1e-9)
     lines = [
-        f"[bold]{folder}[/]: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "
+        f"{folder}: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "
         f"{result['seconds']:.0f} s of training ({speed:,.0f} tokens/s)",
-        f"validation: loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}"
-        + (f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""),
+        f"validation: {in_words(result)}",
         f"next: qkflow generate {folder} --prompt '...'   qkflow probe {folder} --text '...'",
     ]
-    console.out.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Shown(Listener):
@@ -184,7 +189,7 @@ class _Shown(Listener):
         self._bar.update(self._task, said=self._speed + self._held_out)
 
     def note(self, text: str) -> None:
-        self._bar.console.print(text, highlight=False, soft_wrap=True)
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,26 @@ if TYPE_CHECKING:
     from qkflow.models import Decoder
 
 
+LARGEST_EXPONENT = 700  # exp of more, as per cent, is no number
+
+
+def perplexity(loss: float) -> float | None:
+    """exp(loss); None where a run went so wrong that there is no such number."""
+    return math.exp(loss) if loss < LARGEST_EXPONENT else None
+
+
+def in_words(score: Mapping[str, Any]) -> str:
+    """`loss 3.2100, perplexity 24.78, 1.8102 bits per byte`, of what `Score.to_dict` gives."""
+    size = math.inf if score["perplexity"] is None else score["perplexity"]
+    said = f"loss {score['loss']:.4f}, perplexity {size:{'.2f' if size < 1e9 else '.3g'}}"
+    return said + (f", {score['bits_per_byte']:.4f} bits per byte" if score["bits_per_byte"] else "")
+
+
 @dataclass(frozen=True)
 class Score:
     loss: float  # nats a token
     tokens: int
     bytes: int | None  # of text that the tokens stand for
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -33,7 +44,7 @@ class Score:
     def to_dict(self) -> dict[str, Any]:
         return {
             "loss": self.loss,
-            "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
+            "perplexity": perplexity(self.loss),
             "bits_per_byte": self.bits_per_byte,
         }
 

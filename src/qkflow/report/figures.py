@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkflow.report.tables import all_rows
+from qkflow.report.tables import all_rows, number
+from qkflow.studies.statistics import percent_perplexity
 
 if TYPE_CHECKING:
     from qkflow.studies.analysis import RunData
@@ -103,24 +104,24 @@ def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int
 
 
 def _interval(difference: dict[str, Any], y: float, colour: str, text: str, main: bool) -> dict[str, Any]:
-    size = difference["percent"]
+    mean, low, high = (difference["percent"][name] for name in ("mean", "low", "high"))
     bars = {}
-    said = f"{text}<br>{size['mean']:+.2f}%"
-    if size["low"] is not None:
+    said = f"{text}<br>{number(mean, '+.2f')}%"
+    if mean is not None and low is not None and high is not None:
         bars = {
             "type": "data",
             "symmetric": False,
-            "array": [size["high"] - size["mean"]],
-            "arrayminus": [size["mean"] - size["low"]],
+            "array": [high - mean],
+            "arrayminus": [mean - low],
             "thickness": 3 if main else 2,
             "width": 7 if main else 5,
             "color": colour,
         }
-        said += f" ({size['low']:+.2f} to {size['high']:+.2f})"
+        said += f" ({number(low, '+.2f')} to {number(high, '+.2f')})"
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [size["mean"]],
+        "x": [mean],  # nothing is drawn where that is more than a number can hold
         "y": [y],
         "error_x": bars,
         "marker": {
@@ -140,7 +141,7 @@ def _seed_dots(row: dict[str, Any], reference: dict[str, Any], y: float, colour:
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [100 * math.expm1(ours[seed] - theirs[seed]) for seed in seeds],
+        "x": [percent_perplexity(ours[seed] - theirs[seed]) for seed in seeds],
         "y": [y] * len(seeds),
         "marker": {"color": colour, "size": 6, "opacity": 0.55},
         "text": [f"{row['variant']}, seed {seed}" for seed in seeds],
@@ -205,9 +206,10 @@ def _gap(ours: Curve, theirs: Curve) -> dict[float, tuple[float, float]]:
     """
     tokens, losses = [point[1] for point in theirs], [point[3] for point in theirs]
     return {
-        step: (seen, 100 * math.expm1(loss - float(np.interp(seen, tokens, losses))))
+        step: (seen, gap)
         for step, seen, _, loss in ours
         if tokens[0] <= seen <= tokens[-1]
+        and (gap := percent_perplexity(loss - float(np.interp(seen, tokens, losses)))) is not None
     }
 
 
@@ -218,7 +220,8 @@ def _mean_and_range(
     points = []
     for step in sorted(set.intersection(*map(set, curves))):
         xs, values = zip(*(curve[step] for curve in curves), strict=True)
-        points.append((sum(xs) / len(xs), sum(values) / len(values), min(values), max(values)))
+        mean = sum(value / len(values) for value in values)  # the sum itself may be too large for a number
+        points.append((sum(xs) / len(xs), mean, min(values), max(values)))
     return points
 
 

@@ -23,6 +23,7 @@ _COSTS = (
     "peak_memory_bytes",
     "parameters",
 )
+_LONG = 1e9  # from here on a number is shown by its first digits and its size
 _CURVE = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "bits_per_byte")
 
 
@@ -89,11 +90,15 @@ def _csv(rows: Iterable[dict[str, Any]]) -> str:
 def number(value: float | None, form: str = ".3f", missing: str = "–") -> str:
     """`1.23` by format, `1.23×` where the format ends in ×; a dash where there is nothing."""
     unit = "×" if form.endswith("×") else ""
-    return missing if value is None else format(value, form.removesuffix("×")) + unit
+    if value is None:
+        return missing
+    return format(value, form.removesuffix("×") if abs(value) < _LONG else ".3g") + unit
 
 
 def signed(value: float) -> str:
     """Per cent with its sign, a true minus, and as many digits as mean something."""
+    if abs(value) >= _LONG:
+        return f"{value:+.2g}"
     return (f"{value:+.1f}" if abs(value) >= 10 else f"{value:+.2f}").replace("-", "−")
 
 
@@ -103,7 +108,7 @@ def interval(row: dict[str, Any]) -> tuple[str, str]:
     if percent.get("mean") is None:
         return "–", "–"
     low, high = percent["low"], percent["high"]
-    inside = "–" if low is None else f"{signed(low)}…{signed(high)}"
+    inside = "–" if low is None or high is None else f"{signed(low)}…{signed(high)}"
     return f"{signed(percent['mean'])}%", inside
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from qkflow.measures.language import perplexity
 from qkflow.studies import verdicts
 from qkflow.studies.folder import StudyFolder
 from qkflow.studies.statistics import (
@@ -179,7 +180,7 @@ def _row(
         "lr": finished[0].lr if finished else None,
         "loss": loss,
         "loss_by_seed": [run.loss for run in finished],
-        "perplexity": None if loss is None else math.exp(loss),
+        "perplexity": None if loss is None else perplexity(loss),
         "bits_per_byte": _mean([result.get("bits_per_byte") for result in results]),
         "tokens": tokens,
         "flops": None if per_token is None or tokens is None else per_token * tokens,
@@ -205,7 +206,7 @@ def _by_start(cell: CellData, plain: CellData | None, confidence: float) -> dict
         "seeds": sorted(cell.runs),
         "lr": next((run.lr for run in cell.runs.values()), None),
         "loss": loss,
-        "perplexity": None if loss is None else math.exp(loss),
+        "perplexity": None if loss is None else perplexity(loss),
         "same_start_difference": difference,
     }
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from qkflow.data import EvalWindows, TrainWindows, prepare
 from qkflow.errors import InputError, unknown
-from qkflow.plain import parse_count
+from qkflow.plain import mapping, parse_count, read
 from qkflow.studies.analysis import RunData, analyse, best_rate, load_runs
 from qkflow.studies.engines import ENGINES, Engine
 from qkflow.studies.execution import Stopped, Watched, execute
-from qkflow.studies.folder import StudyFolder
+from qkflow.studies.folder import STUDY, StudyFolder
 from qkflow.studies.grid import (
     CALIBRATION_SEEDS,
     CALIBRATION_STEPS,
@@ -33,6 +33,7 @@ from qkflow.studies.grid import (
     Question,
     Run,
     build_grid,
+    check_models,
 )
 from qkflow.studies.variants import STANDARD, Parts
 from qkflow.training.parallel import find_device
@@ -112,6 +113,8 @@ def compare(
     if (jobs is not None and jobs < 1) or threads < 1:
         raise InputError("--jobs and --threads must be at least 1")
     grid = build_grid(question, parts)
+    if parts is None:  # other parts than ours are known to other workers than ours
+        check_models(grid)
     folder = StudyFolder(Path(out) if out else default_folder(question))
     folder.check()
     _check_same(question, folder)
@@ -132,11 +135,31 @@ def rebuild(folder: str | Path) -> Comparison:
     from qkflow.report import write_outputs
 
     place = StudyFolder(Path(folder))
-    study = place.load()
+    study = load_study(place)
     runs = load_runs(place, study)
     comparison = Comparison(place.path, analyse(study, runs), runs)
     write_outputs(place.path, comparison.summary, [run for run in runs if run.phase == "compare"])
     return comparison
+
+
+def load_study(place: StudyFolder) -> dict[str, Any]:
+    """What `study.yaml` says, with everything in it that `qkflow compare` writes there."""
+    study, path = place.load(), place.path / STUDY
+    parts = {
+        "question": ([study["question"]], {field.name for field in fields(Question)}),
+        "contestants": (study["contestants"], {"name", "role", "cells"}),
+        "runs": (study["runs"], {"id", "phase", "cell", "seed", "lr", "tokens"}),
+    }
+    for name, (values, keys) in parts.items():
+        for value in values:
+            missing = sorted(keys - mapping(value, f"{path}: {name}").keys())
+            if missing:
+                raise InputError(f"{path} is damaged: '{name}' does not say '{missing[0]}'")
+    try:
+        read(Question, study["question"], "question")
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return study
 
 
 def prepare_corpus(question: Question) -> dict[str, Any]:
@@ -181,7 +204,7 @@ def default_folder(question: Question) -> Path:
 
 
 def _check_same(question: Question, folder: StudyFolder) -> None:
-    earlier = folder.load()["question"] if folder.exists else {}
+    earlier = load_study(folder)["question"] if folder.exists else {}
     for name in _OF_THE_FOLDER:
         before, now = earlier.get(name), getattr(question, name)
         if earlier and before != now:
@@ -204,7 +227,8 @@ class _Study:
         self.grid, self.question, self.folder, self.engine = grid, grid.question, folder, engine
         self.jobs, self.data = jobs or engine.jobs(), data
         self.runs: list[Run] = []
-        self.budgets: dict[str, int] = folder.load()["budgets"] if folder.exists else {}
+        known = load_study(folder).get("budgets") if folder.exists else {}
+        self.budgets: dict[str, int] = mapping(known, f"{folder.path / STUDY}: budgets")
 
     def run(self) -> None:
         self.budgets = self._budgets()

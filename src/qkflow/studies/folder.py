@@ -24,6 +24,7 @@ import yaml
 
 from qkflow.errors import InputError
 from qkflow.files import make_folder, write_atomic, write_json
+from qkflow.training.loop import read_result
 
 STUDY = "study.yaml"
 
@@ -41,11 +42,7 @@ class RunFolder:
             )
 
     def result(self) -> dict[str, Any] | None:
-        try:
-            result = json.loads((self.path / "result.json").read_text())
-        except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-            return None
-        return result if isinstance(result, dict) else None
+        return read_result(self.path)
 
     @property
     def finished(self) -> bool:
@@ -115,11 +112,15 @@ class StudyFolder:
                 f"{self.path} is not a comparison: it has no {STUDY}; give the folder that "
                 f"`qkflow compare --out` wrote"
             ) from None
+        except UnicodeDecodeError:
+            raise InputError(f"{self.path / STUDY} is not a text file") from None
         try:
             study = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise InputError(f"{self.path / STUDY} cannot be read as YAML ({error})") from None
-        if not isinstance(study, dict) or not {"question", "contestants", "runs"} <= study.keys():
+            said = " ".join(str(error).split())
+            raise InputError(f"{self.path / STUDY} cannot be read as YAML ({said})") from None
+        kinds = {"question": dict, "contestants": list, "runs": list}
+        if not isinstance(study, dict) or any(not isinstance(study.get(k), kinds[k]) for k in kinds):
             raise InputError(f"{self.path / STUDY} is not what `qkflow compare` writes")
         return study
 

@@ -248,6 +248,20 @@ def build_grid(question: Question, parts: Parts | None = None) -> Grid:
     return Grid(question, tuple(contestants))
 
 
+def check_models(grid: Grid) -> None:
+    """Build every cell's model once, without its weights: what cannot be built is refused before any run."""
+    from qkflow.models import Decoder
+    from qkflow.training.config import RunConfig
+
+    q = grid.question
+    for cell in grid.cells:
+        try:
+            config = RunConfig.from_dict(run_config(q, cell, seed=0, lr=q.lr, tokens=q.tokens or 1))
+            Decoder(config.model_config(PRESETS[q.preset].vocabulary), device="meta")
+        except InputError as error:
+            raise InputError(f"variant '{cell.variant.name}': {error}") from None
+
+
 def check(question: Question) -> None:
     """Refuse a question that cannot be answered, before anything is written."""
     q = question
@@ -260,8 +274,8 @@ def check(question: Question) -> None:
         )
     if q.tokens is not None and q.minutes is not None:
         raise InputError("give --tokens or --minutes, not both")
-    if q.minutes is not None and not q.minutes > 0:
-        raise InputError(f"--minutes must be above zero, got {q.minutes:g}")
+    if q.minutes is not None and not 0 < q.minutes < math.inf:
+        raise InputError(f"--minutes must be a number above zero, got {q.minutes:g}")
     for name, least in (("length", 2), ("batch", 1)):
         if getattr(q, name) < least:
             raise InputError(f"--{name} must be at least {least}, got {getattr(q, name)}")

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from qkflow.measures.language import LARGEST_EXPONENT
+
 SMALLEST_SAMPLE = 3  # two pairs give an interval with one degree of freedom: a verdict needs more
 RESAMPLES = 9999
 ROUNDING = 1e-12  # losses of order one that differ by less than this are the same loss
@@ -40,7 +42,8 @@ class Difference:
 
 
 def percent_perplexity(difference: float | None) -> float | None:
-    return None if difference is None else 100 * math.expm1(difference)
+    """100·(exp(d) − 1); None where that is larger than any number, as after a run that went wrong."""
+    return None if difference is None or difference > LARGEST_EXPONENT else 100 * math.expm1(difference)
 
 
 def paired_difference(

@@ -15,6 +15,7 @@ Options are checked by the registry their part belongs to; this module knows onl
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -152,18 +153,22 @@ def _read_part(part: str, variant: str, kinds: Mapping[str, str]) -> tuple[str, 
         if not _OPTION.fullmatch(option):
             raise InputError(f"variant '{variant}': cannot read option '{option}'; write e.g. {name}:n=7")
     if kind == "pace":
-        if not _is_positive(value) or options:
+        pace = _positive(value)
+        if pace is None or options:
             raise InputError(f"variant '{variant}': pace needs one number above zero, e.g. standard+pace=4")
-        return kind, str(value)
+        return kind, pace
     if value is not None:
         raise InputError(f"variant '{variant}': options follow a colon, e.g. {name}:n={value}")
     if kind == "symmetric":
-        c = options[0].removeprefix("c=") if options else SYMMETRIC_C
-        if len(options) > 1 or not _is_positive(c):
+        c = _positive(options[0].removeprefix("c=") if options else SYMMETRIC_C)
+        if len(options) > 1 or c is None:
             raise InputError(f"variant '{variant}': symmetric takes one number, e.g. symmetric:c=3")
         return kind, c
     return kind, ":".join([name, *options])
 
 
-def _is_positive(text: str | None) -> bool:
-    return text is not None and bool(re.fullmatch(_NUMBER, text)) and float(text) > 0
+def _positive(text: str | None) -> str | None:
+    """A number above zero in its one spelling: 4, not 4.0; None if it is none."""
+    if text is None or not re.fullmatch(_NUMBER, text) or not 0 < float(text) < math.inf:
+        return None
+    return repr(float(text)).removesuffix(".0").replace("e+", "e")

@@ -31,6 +31,8 @@ def percent(value: float) -> str:
     size = abs(value)
     if size < 0.005:
         return "0.00%"
+    if size >= 1e6:
+        return "immeasurably higher" if math.isinf(size) else f"{size:.2g}% higher"
     digits = 2 if size < 1 else 1
     return f"{size:.{digits}f}% {'lower' if value < 0 else 'higher'}"
 
@@ -39,9 +41,14 @@ def span(low: float, high: float) -> str:
     """`between 1.1% and 3.5% lower`, `between 1.2% lower and 0.5% higher`."""
     first, last = percent(low), percent(high)
     if first.rpartition(" ")[2] == last.rpartition(" ")[2]:
-        small, large = sorted((first, last), key=lambda text: float(text.partition("%")[0]))
+        small, large = (percent(value) for value in sorted((low, high), key=abs))
         return f"between {small.partition(' ')[0]} and {large}"
     return f"between {first} and {last}"
+
+
+def _sizes(difference: dict[str, Any]) -> dict[str, float]:
+    """Mean, low and high in per cent; what was too large for a number is infinite here."""
+    return {name: math.inf if value is None else value for name, value in difference["percent"].items()}
 
 
 def than(value: float, whose: str) -> str:
@@ -64,7 +71,7 @@ def sentence(row: dict[str, Any], compared: int, question: dict[str, Any]) -> st
         return f"{name} is the reference here: its best start is the standard model's best start."
     if difference is None:
         return f"{name}: no verdict, because no seed finished for both it and the reference."
-    size, whose = difference["percent"], f"the best standard model's {_MATCHED[question['match']]}"
+    size, whose = _sizes(difference), f"the best standard model's {_MATCHED[question['match']]}"
     if difference["low"] is None:
         return f"{name}: no verdict from one seed; its perplexity was {than(size['mean'], whose)}."
     inside = f"{100 * question['confidence']:.3g}% interval: {span(size['low'], size['high'])}; "
@@ -103,7 +110,7 @@ def _controls(row: dict[str, Any]) -> list[str]:
         return []
     said, beaten = [], []
     for control, difference in row["against_controls"].items():
-        size = difference["percent"]
+        size = _sizes(difference)
         what = (
             "The symmetric start alone, which is free,"
             if control == "symmetric"
@@ -130,8 +137,9 @@ def headline(summary: dict[str, Any]) -> str:
         return "No run of the standard model has finished yet, so there is nothing to compare with."
     groups: dict[str, list[str]] = {}
     for row in rows:
-        size = row["difference"]["percent"]["mean"] if row["difference"] else math.nan
-        sized = f"{row['variant']} (perplexity {size:+.1f}%)".replace("-", "−")
+        size = _sizes(row["difference"])["mean"] if row["difference"] else math.nan
+        shown = f"{size:+.2g}" if size >= 1e6 else f"{size:+.1f}"
+        sized = f"{row['variant']} (perplexity {shown}%)".replace("-", "−")
         shown = sized if row["verdict"] in (HELPS, HURTS) else row["variant"]
         groups.setdefault(row["verdict"], []).append(shown)
     parts = []

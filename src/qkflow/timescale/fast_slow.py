@@ -43,7 +43,10 @@ class DriftingGenerator:
         self.tilts = tilt * torch.randn(2, N, N, generator=source, dtype=torch.float64)
         self.pull = 2 * torch.rand(N, generator=source, dtype=torch.float64) - 1  # b: how x drives y
         self.rates = W - torch.diag_embed(W.diagonal())
-        circle = check_generator(self.at(turn(64)))
+        try:
+            circle = torch.stack([check_generator(one) for one in self.at(turn(64))])
+        except InputError as error:
+            raise InputError(f"with its rates bent by the drift of y, {error}") from None
         relaxation = torch.linalg.eigvals(circle).real.sort(-1).values[:, -2]
         self.rates = self.rates / -float(relaxation.max())
 

@@ -89,7 +89,8 @@ def _contrast_sentence(row: dict[str, Any]) -> str:
 
 
 def _interval(value: dict[str, Any], form: str) -> str:
-    text = form.format(value["mean"])
-    if value["low"] is None:
-        return text
-    return f"{text} [{form.format(value['low'])}, {form.format(value['high'])}]"
+    """Per cent of perplexity have no mean or no end where that is more than a number can hold."""
+    mean, low, high = (
+        "∞" if value[name] is None else form.format(value[name]) for name in ("mean", "low", "high")
+    )
+    return mean if value["low"] is None else f"{mean} [{low}, {high}]"

@@ -53,7 +53,7 @@ def load_generator(path: str | Path) -> Tensor:
         raise InputError(f"no generator file at {path}")
     try:
         return torch.as_tensor(readers[path.suffix.lower()](path), dtype=torch.float64)
-    except (ValueError, TypeError, KeyError, RuntimeError, EOFError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError, EOFError) as error:
         raise InputError(f"{path} does not hold a matrix of numbers: {error}") from error
 
 
@@ -64,13 +64,18 @@ def _read_csv(path: Path) -> object:
 
 def _read_json(path: Path) -> object:
     value = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(value, dict) and "generator" not in value:
+        raise ValueError("an object needs the key 'generator'")
     return value["generator"] if isinstance(value, dict) else value
 
 
 def _read_npy(path: Path) -> object:
     import numpy as np
 
-    return np.load(path, allow_pickle=False)
+    values = np.load(path, allow_pickle=False)
+    if np.iscomplexobj(values):
+        raise ValueError("its entries are complex, and rates are real")
+    return values
 
 
 def check_generator(W: Tensor, max_condition: float = MAX_CONDITION) -> Tensor:
@@ -81,7 +86,7 @@ def check_generator(W: Tensor, max_condition: float = MAX_CONDITION) -> Tensor:
     """
     rounding = torch.finfo(W.dtype).eps if W.is_floating_point() else 0.0
     W = W.to(torch.float64)
-    _check_entries(W, max(COLUMN_TOLERANCE, W.shape[-1] * rounding))
+    _check_entries(W, rounding)
     W = from_rates(W)
     _check_connected(W)
     condition = condition_number(W)
@@ -190,7 +195,7 @@ def _where(index: int, batch: Sequence[int]) -> str:
     return f"generator {place[0] if len(place) == 1 else place} of the batch"
 
 
-def _check_entries(W: Tensor, tolerance: float) -> None:
+def _check_entries(W: Tensor, rounding: float) -> None:
     if W.ndim < 2 or W.shape[-1] != W.shape[-2]:
         raise InputError(f"a generator is a square matrix, not one of shape {tuple(W.shape)}")
     if W.shape[-1] < 2 or W.numel() == 0:
@@ -200,6 +205,7 @@ def _check_entries(W: Tensor, tolerance: float) -> None:
     if not bool(W.isfinite().all()):
         raise InputError("the generator holds nan or infinite entries: every rate must be a finite number")
     batch, N = W.shape[:-2], W.shape[-1]
+    tolerance = max(COLUMN_TOLERANCE, N * rounding)
     flat = W.reshape(-1, N, N)
     negative = (flat - torch.diag_embed(flat.diagonal(dim1=-2, dim2=-1)) < 0).nonzero()
     if len(negative):

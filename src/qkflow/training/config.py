@@ -20,7 +20,7 @@ import yaml
 from qkflow.errors import InputError, unknown
 from qkflow.models.config import ModelConfig
 from qkflow.models.presets import preset
-from qkflow.plain import mapping, read
+from qkflow.plain import check_seed, mapping, read
 
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]
@@ -93,6 +93,7 @@ class TrainConfig:
         for name in ("final_lr", "decay", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"train.{name} must lie between 0 and 1, not {getattr(self, name)}")
+        check_seed("train.seed", self.seed)
         if self.batch % self.accumulate:
             raise InputError(
                 f"a batch of {self.batch} windows cannot be accumulated from {self.accumulate} equal parts"
@@ -159,11 +160,11 @@ class RunConfig:
         values = dict(self.model)
         name = values.pop("preset", "tiny")
         own = values.pop("vocabulary", None)
-        if own is not None and own < vocabulary:
+        if isinstance(own, int) and own < vocabulary:
             raise InputError(
                 f"model.vocabulary is {own}, too few for the tokenizer's {vocabulary} tokens: leave it out"
             )
-        return preset(name, **values, vocabulary=own or vocabulary)
+        return preset(name, **values, vocabulary=vocabulary if own is None else own)
 
     def fingerprint(self, data: str) -> str:
         """Of everything that decides what is learned; `data` is the fingerprint of the tokens."""

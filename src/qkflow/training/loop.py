@@ -11,6 +11,7 @@ A run's folder:
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import statistics
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qkflow import files
-from qkflow.data import EvalWindows, TokenSet, TrainWindows, prepare
+from qkflow.data import TokenSet, TrainWindows, prepare
 from qkflow.errors import InputError
 from qkflow.measures.language import Score, score
 from qkflow.models import Decoder
@@ -65,16 +66,14 @@ def train(
     Raises StoppedError when stopped by a signal, and NonFiniteError when the loss is no longer a number.
     """
     listener = listener or Listener()
-    with (
-        join(config.train.parallel, config.train.device) as team,
-        stop_signals() as stop,
-    ):
-        data = _prepare(config, team)
-        run = Run(folder, config, data, team, listener, stop)
-        with alone_in(folder, team):
-            if record is not None and team.leads:
-                files.write_atomic(folder / CONFIG, record.to_yaml())
-            return run.go()
+    with join(config.train.parallel, config.train.device) as team:
+        data = _prepare(config, team)  # a signal ends this at once: there is no state to save yet
+        with stop_signals() as stop:
+            run = Run(folder, config, data, team, listener, stop)
+            with alone_in(folder, team):
+                if record is not None and team.leads:
+                    files.write_atomic(folder / CONFIG, record.to_yaml())
+                return run.go()
 
 
 def _prepare(config: RunConfig, team: Team) -> TokenSet:
@@ -120,13 +119,7 @@ class Run:
                 f"a batch of {train.batch} windows cannot be cut into {train.accumulate} parts for each of "
                 f"{team.world} processes"
             )
-        self.held_out = EvalWindows(
-            data.tokens("validation"),
-            length,
-            max(1, train.batch),
-            train.eval_tokens,
-            token_bytes=data.token_bytes,
-        )
+        self.held_out = data.evaluation("validation", length, train.batch, train.eval_tokens)
         self.budget = Budget.of(train, length)
         decoder = Decoder(self.model_config, seed=train.seed).to(team.device)
         self.flops_per_token = flops_per_token(decoder, length)
@@ -355,6 +348,15 @@ class Run:
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         self.team.wait()
         return result
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What result.json says; None where there is none, or a damaged one."""
+    try:
+        result = json.loads((folder / RESULT).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None
 
 
 def write_failure(folder: Path, error: str) -> None:

@@ -34,18 +34,22 @@ def save(folder: Path, config: ModelConfig, weights: dict[str, Tensor], tokenize
     """Write the folder in one go: it is there with everything in it, or not at all."""
     staging = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    write_tensors(staging / WEIGHTS, weights)
-    files.write_atomic(staging / TOKENIZER, tokenizer.state())
-    if isinstance(tokenizer, SubwordTokenizer):
-        end = tokenizer.rust.id_to_token(tokenizer.end_of_document)
-        files.write_json(staging / TOKENIZER_CONFIG, {"eos_token": end})
-    files.write_json(
-        staging / CONFIG,
-        {"format": FORMAT, "model": config.to_dict(), "end_of_document": tokenizer.end_of_document},
-    )
-    shutil.rmtree(folder, ignore_errors=True)
-    staging.rename(folder)
+    try:
+        staging.mkdir(parents=True)
+        write_tensors(staging / WEIGHTS, weights)
+        files.write_atomic(staging / TOKENIZER, tokenizer.state())
+        if isinstance(tokenizer, SubwordTokenizer):
+            end = tokenizer.rust.id_to_token(tokenizer.end_of_document)
+            files.write_json(staging / TOKENIZER_CONFIG, {"eos_token": end})
+        files.write_json(
+            staging / CONFIG,
+            {"format": FORMAT, "model": config.to_dict(), "end_of_document": tokenizer.end_of_document},
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+    except BaseException:  # a full disk most of all: what is half there only takes room
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     files.fsync_folder(folder.parent)
 
 
@@ -58,11 +62,13 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple
             f"{folder / CONFIG} does not describe a qkflow model: `qkflow import {folder} OUT` makes one "
             "of a transformers folder"
         )
+    for name, kind in (("model", dict), ("end_of_document", int)):
+        if not isinstance(described.get(name), kind):
+            raise InputError(f"{folder / CONFIG} is damaged: it does not say the '{name}' of a qkflow model")
     config = ModelConfig.from_dict(described["model"])
     model = Decoder(config, device="meta").to_empty(device=device)
     _fill(model, folder / WEIGHTS, device)
-    tokenizer = restore((folder / TOKENIZER).read_text("utf-8"), described["end_of_document"])
-    return model.eval(), tokenizer
+    return model.eval(), _tokenizer(folder / TOKENIZER, described["end_of_document"])
 
 
 def tokenizer_spec(path: str | Path) -> str:
@@ -92,6 +98,9 @@ def _fill(model: Decoder, path: Path, device: torch.device | str) -> None:
 
     try:
         weights = load_file(path, device=str(device))
+        for name, tensor in weights.items():
+            if not bool(tensor.isfinite().all()):
+                raise InputError(f"{path} is of no use: '{name}' holds values that are not finite numbers")
         model.load_state_dict(weights)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
@@ -99,6 +108,13 @@ def _fill(model: Decoder, path: Path, device: torch.device | str) -> None:
         raise InputError(
             f"{path} does not hold the weights of its config: {str(error).splitlines()[-1]}"
         ) from None
+
+
+def _tokenizer(path: Path, end_of_document: int) -> Tokenizer:
+    try:
+        return restore(path.read_text("utf-8"), end_of_document)
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f"{path} cannot be read as a tokenizer: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

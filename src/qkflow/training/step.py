@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qkflow.errors import unknown
 from qkflow.models import Decoder
 from qkflow.models.loss import Reduction, cross_entropy
 from qkflow.roles import freeze
@@ -46,7 +47,7 @@ class Stepper:
         self.decoder, self.config, self.windows, self.team = decoder, config, windows, team
         decoder.checkpoint_blocks = config.checkpoint_blocks
         if config.compile:
-            decoder.compile(**({} if config.compile is True else {"backend": config.compile}))
+            decoder.compile(**({} if config.compile is True else {"backend": _backend(config.compile)}))
         freeze(decoder, config.freeze)
         objective = Objective(decoder)
         team.shard(objective, iter(decoder.blocks))
@@ -123,6 +124,12 @@ class Stepper:
             return self.team.sum(total)
 
         return loss_sum
+
+
+def _backend(name: str) -> str:
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        raise unknown("backend of train.compile", name, torch.compiler.list_backends())
+    return name
 
 
 def seed_everything(seed: int, step: int, team: Team) -> None:

@@ -21,6 +21,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"}
         )
     except SafetensorError as error:
-        raise OSError(str(error)) from error
+        raise OSError(f"{path} cannot be written: {error}") from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())

@@ -6,7 +6,6 @@ Exit codes: 0 finished, 75 stopped by a signal with its state saved, 2 bad input
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 
 from qkflow.errors import InputError
 from qkflow.training.config import Parallel, RunConfig
-from qkflow.training.loop import CONFIG, RESULT, Listener, StoppedError, train, write_failure
+from qkflow.training.loop import CONFIG, RESULT, Listener, StoppedError, read_result, train, write_failure
 from qkflow.training.state import DiskFullError
 from qkflow.training.step import NonFiniteError
 
@@ -41,11 +40,10 @@ def work(
 
     `record` is the config of a run that is new in the folder, or goes on with changes; it is written there.
     """
-    result = folder / RESULT
-    if result.is_file():
-        if json.loads(result.read_text()).get("status") == "finished":
-            return FINISHED
-        result.unlink()  # failed: tried again from the last good state
+    if (read_result(folder) or {}).get("status") == "finished":
+        return FINISHED
+    if (folder / RESULT).is_file():
+        (folder / RESULT).unlink(missing_ok=True)  # failed, or damaged: tried again from the last good state
     config = record or RunConfig.load(folder / CONFIG)
     if parallel is not None:
         config = replace(config, train=replace(config.train, parallel=parallel))
