@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from qkflow import console, hub
-from qkflow.bench.contestants import TURNS
+from qkflow.bench.contestants import TURNS, share_weights
 from qkflow.bench.timing import interleave
 
 Job = Callable[[], object]
@@ -47,9 +47,11 @@ def llama(layers: int, vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def sharing(weights: nn.Module, model: Any) -> Any:
-    """A copy of the model around the weights that it has in common with another."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in weights.parameters()})
+def copy_of(model: Any, plain: nn.Module) -> Any:
+    """A copy of the model, in the memory of the plain one's weights where they are equal."""
+    model = copy.deepcopy(model)
+    share_weights(model, plain)
+    return model
 
 
 @torch.no_grad()
@@ -104,8 +106,8 @@ def main(
     logging.set_verbosity_error()
     torch.set_num_threads(threads)
     plain: Any = llama(layers, vocabulary)
-    coupled = {name: hub.attach(sharing(plain, plain), name, seed=0) for name in couplings.split(",")}
-    later = {name: moved(sharing(plain, model)) for name, model in coupled.items()}
+    coupled = {name: hub.attach(copy_of(plain, plain), name, seed=0) for name in couplings.split(",")}
+    later = {name: moved(copy_of(model, plain)) for name, model in coupled.items()}
     turns = rounds * TURNS["decode"]  # of generation, whose calls are short
     works: dict[str, tuple[dict[str, Any], int, Callable[[Any], Job]]] = {
         f"training step, {batch}×{length} tokens": (

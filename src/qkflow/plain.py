@@ -37,9 +37,8 @@ def parse_count(text: str | int | float) -> int:
         raise wrong
     scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
     number = float(match[1].replace("_", "")) * scale
-    if (
-        not math.isfinite(number) or abs(number - round(number)) > 1e-9 * number
-    ):  # 1.1M is whole but for rounding
+    # 1.1M is whole but for rounding
+    if not math.isfinite(number) or abs(number - round(number)) > 1e-9 * number:
         raise wrong
     return round(number)
 

@@ -162,7 +162,7 @@ def training_call(
 
 
 @torch.no_grad()
-def share_weights(model: Decoder, standard: Decoder) -> None:
+def share_weights(model: nn.Module, standard: nn.Module) -> None:
     """Let a model use the memory of another for every weight in which they are equal.
 
     Decoding reads each weight once a token, and where in memory it lies matters more than a coupling does.

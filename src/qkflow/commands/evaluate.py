@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import numpy as np
 import tyro
 
 from qkflow import console
 from qkflow.errors import InputError, unknown
 
-if TYPE_CHECKING:
-    from qkflow.data import EvalWindows, TokenSet
-
 SPLITS = ("train", "validation", "test")
-_BLOCK = 1 << 20  # tokens whose bytes are summed at a time
 
 
 def evaluate(
@@ -122,11 +117,7 @@ def measure(
     parts = SPLITS if split == "all" else (split,)
     if not any(len(text.tokens(part)) for part in parts):
         raise InputError(f"'{corpus}' has no text in its {split} split")
-    windows = (
-        _everything(text, length, batch, limit)
-        if split == "all"
-        else text.evaluation(split, length, batch, limit)
-    )
+    windows = text.evaluation(parts, length, batch, limit)
 
     def watch(batches: Iterable[Any]) -> Iterable[Any]:
         with console.progress() as bar:
@@ -139,19 +130,6 @@ def measure(
         )
     result = {"model": str(model), "data": text.name, "split": split, **measured.to_dict()}
     return result | {"tokens": measured.tokens, "bytes": measured.bytes}
-
-
-def _everything(text: TokenSet, length: int, batch: int, limit: int | None) -> EvalWindows:
-    """What `TokenSet.evaluation` gives, of all splits as one text."""
-    from qkflow.data import EvalWindows
-
-    tokens, sizes = np.concatenate([text.tokens(part) for part in SPLITS]), text.token_bytes
-    windows = EvalWindows(tokens, length, batch, limit, token_bytes=sizes)
-    counted = EvalWindows(tokens, _BLOCK, 1, token_bytes=sizes).covered_bytes
-    if windows.covered_bytes is not None and counted:
-        whole = sum(text.bytes(part) for part in SPLITS)
-        windows.covered_bytes = round(windows.covered_bytes * whole / counted)
-    return windows
 
 
 def _refuse_mixtures(tasks: str | None, *, of_corpus: dict[str, Any], of_tasks: dict[str, Any]) -> None:

@@ -160,12 +160,10 @@ class Preparation:
         if not self.show_progress or not sys.stderr.isatty():
             yield Meter()
             return
-        from rich.markup import escape
-
         from qkflow.console import progress
 
         with progress() as bar:
-            task = bar.add_task(escape(f"{what} (MB)"), total=size / 1e6 or None)
+            task = bar.add_task(f"{what} (MB)", total=size / 1e6 or None)
             yield BarMeter(lambda done: bar.update(task, completed=done / 1e6))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,16 +71,22 @@ class TokenSet:
         """UTF-8 bytes that each token stands for."""
         return self._mapped("token_bytes.bin", "<i4")
 
-    def evaluation(self, split: str, length: int, batch: int, limit: int | None = None) -> EvalWindows:
-        """Windows to evaluate on, knowing the bytes they cover.
+    def evaluation(
+        self, split: str | Sequence[str], length: int, batch: int, limit: int | None = None
+    ) -> EvalWindows:
+        """Windows of a split, or of several as one text, to evaluate on, knowing the bytes they cover.
 
         The count is exact for byte-level tokenizers, and for all if the whole split is covered; other
         tokenizers lose some text (case, spaces), which a part of a split is taken to lose at the mean rate.
         """
-        windows = EvalWindows(self.tokens(split), length, batch, limit, token_bytes=self.token_bytes)
-        counted = self._manifest["counted_bytes"][splits.named(split)]
+        parts = [split] if isinstance(split, str) else split
+        tokens = [self.tokens(part) for part in parts]
+        text = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        windows = EvalWindows(text, length, batch, limit, token_bytes=self.token_bytes)
+        counted = sum(self._manifest["counted_bytes"][splits.named(part)] for part in parts)
         if windows.covered_bytes is not None and counted:
-            windows.covered_bytes = round(windows.covered_bytes * self.bytes(split) / counted)
+            whole = sum(self.bytes(part) for part in parts)
+            windows.covered_bytes = round(windows.covered_bytes * whole / counted)
         return windows
 
     def describe(self) -> dict[str, Any]:
