@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 
 import pytest
@@ -11,7 +13,7 @@ from qkflow.attention import couplings
 from qkflow.bench import interleave
 from qkflow.bench.contestants import Contestant, Shape, build, contestants, verify_all
 from qkflow.bench.memory import peak_bytes
-from qkflow.bench.timing import summarise
+from qkflow.bench.timing import keep_memory, summarise
 from qkflow.errors import InputError
 from qkflow.flops import count_flops
 
@@ -57,6 +59,20 @@ def test_interleaving_calls_everyone_equally_often() -> None:
     result = interleave(lambda: call("reference"), {n: lambda n=n: call(n) for n in "ab"}, rounds=4, warmup=1)
     assert calls == {"reference": 1 + 8, "a": 5, "b": 5}
     assert set(result) == {"a", "b"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is meant")
+def test_freed_memory_is_kept() -> None:
+    keep_memory()
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(4):
+            torch.ones(2**24)  # 64 MiB, 16,384 pages
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert faults() < 4 * 16_384 / 10
 
 
 def test_peak_memory_counts_what_is_held_at_once() -> None:

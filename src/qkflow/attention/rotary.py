@@ -80,10 +80,7 @@ def check_size(size: int) -> None:
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) of (B, T, H, D) by its angle."""
-    cos, sin = rotation
-    if torch.compiler.is_compiling():
-        return rotate_reference(x, rotation)
-    out: Tensor = _Rotate.call(x, cos, sin)
+    out: Tensor = _Rotate.call(x, *rotation)
     return out
 
 
@@ -103,23 +100,21 @@ class _Rotate(ByHand):
     """Three passes over memory, and nothing of x kept for the backward pass."""
 
     @staticmethod
+    def plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate_reference(x, (cos, sin))
+
+    @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _turn(x, cos, sin)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return _turn(grads[0], cos, -sin), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        cos, sin = ctx.saved_tensors
-        return _turn(tangents[0], cos, sin)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

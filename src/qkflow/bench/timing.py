@@ -7,9 +7,11 @@ reported is the median over rounds, its interval a bootstrap of that median.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,7 +37,7 @@ def interleave(
     contestants: Mapping[str, Call],
     *,
     rounds: int = 15,
-    warmup: int = 2,
+    warmup: int = 3,
     seed: int = 0,
     on_round: Callable[[], None] | None = None,
 ) -> dict[str, Ratio]:
@@ -43,6 +45,7 @@ def interleave(
     if rounds < 3:
         raise InputError(f"a ratio with an interval needs at least 3 rounds, not {rounds}")
     order = random.Random(seed)
+    keep_memory()
     for _ in range(warmup):
         for call in (reference, *contestants.values()):
             call()
@@ -66,6 +69,19 @@ def interleave(
         if collecting:
             gc.enable()
     return {name: summarise(times, seed) for name, times in pairs.items()}
+
+
+def keep_memory() -> None:
+    """Ask glibc to keep what is freed instead of giving it back to the system, for the rest of the process.
+
+    Large tensors would be faulted in anew in most calls; that can take a third of a call's time, and who pays
+    depends on who ran before. Other systems and libraries have no such wish to express.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**30)
 
 
 def clock(call: Call) -> float:

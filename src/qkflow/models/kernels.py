@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from qkflow.by_hand import ByHand
 
@@ -26,14 +25,18 @@ class RMSNorm(nn.RMSNorm):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     exact = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
-    if exact and x.device.type in ("cpu", "meta") and not torch.compiler.is_compiling():
-        out: Tensor = _RMSNorm.call(x, weight, eps)[0]
+    if exact and x.device.type in ("cpu", "meta"):
+        out: Tensor = _RMSNorm.call(x, weight, eps)
         return out
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.plain(x, weight, eps)
 
 
 class _RMSNorm(ByHand):
     """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w − x·r²·⟨g⊙w, x⟩/D) and dw = Σ r·(g⊙x)."""
+
+    @staticmethod
+    def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -42,15 +45,9 @@ class _RMSNorm(ByHand):
         return torch.mul(x, r).mul_(weight), r
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs[:2], output[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, r = ctx.saved_tensors
-        size = x.shape[-1]
+    def gradients(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, weight, _, r = ctx.saved_tensors
+        grad, size = grads[0], x.shape[-1]
         product = (grad * x).reshape(-1, size)
         grad_weight = torch.mv(product.t(), r.reshape(-1))
         dot = torch.mv(product, weight).reshape(r.shape)
@@ -61,8 +58,6 @@ class _RMSNorm(ByHand):
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) ⊙ up, keeping only the two inputs: silu is cheaper to repeat than to store."""
-    if torch.compiler.is_compiling():
-        return F.silu(gate) * up
     out: Tensor = _SwiGLU.call(gate, up)
     return out
 
@@ -71,17 +66,16 @@ class _SwiGLU(ByHand):
     """With σ = sigmoid(gate) and a = gate·σ, the gradient of a with respect to gate is σ − a·σ + a."""
 
     @staticmethod
+    def plain(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    @staticmethod
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
+    def gradients(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (gate, up), grad = ctx.saved_tensors, grads[0]
         slope = torch.sigmoid(gate)
         a = gate * slope
         slope.addcmul_(a, slope, value=-1).add_(a)

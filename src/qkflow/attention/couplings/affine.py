@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.couplings.affine_step import Network, affine_step
 from qkflow.attention.couplings.at_rest import AtRest, affine_at_rest
 from qkflow.attention.couplings.base import (
     Coupling,
@@ -19,7 +17,6 @@ from qkflow.attention.couplings.base import (
     register,
     repeat_keys,
 )
-from qkflow.attention.couplings.fused import enter, scale_and_shift
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
 
@@ -76,10 +73,9 @@ class Affine(Coupling):
         return self._split(self.from_key(repeat_keys(k, self.heads.group)))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        to_key, to_query = self._conditioners()
+        from_query, from_key = (Network.of(part, q.dtype) for part in (self.from_query, self.from_key))
         for _ in range(self.steps):
-            k = to_key(q, k, self.bound)
-            q = to_query(k, q, self.bound)
+            q, k = affine_step(q, k, from_query, from_key, self.bound)
         return q, k
 
     def at_rest(self, qk: FactorisedQK) -> AtRest:
@@ -88,11 +84,6 @@ class Affine(Coupling):
     def idle(self) -> bool:
         said = [p for network in (self.from_query, self.from_key) for p in (network.w2, network.b2)]
         return not any(bool(p.any()) for p in said if p is not None)
-
-    def _conditioners(self) -> tuple[_Conditioner, _Conditioner]:
-        group = self.heads.group
-        to_key = _Conditioner.of(self.from_query, self.heads.queries, group, 1 / group)
-        return to_key, _Conditioner.of(self.from_key, self.heads.keys, 1, 1.0)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
@@ -118,37 +109,3 @@ class Affine(Coupling):
         spoken = hidden + (self.from_query.b2 is not None)
         per_head = 2 * self.heads.size * (hidden + 2 * spoken)
         return 2 * self.steps * self.heads.queries * per_head
-
-
-@dataclass(frozen=True)
-class _Conditioner:
-    """One half of the coupling in the low-rank form: silu(W1·source + b1), then s and t of the target."""
-
-    w1: Tensor  # (source heads, …, D)
-    b1: Tensor | None
-    scale: Tensor  # (target heads, ρ, D)
-    shift: Tensor
-
-    @classmethod
-    def of(cls, network: HeadNetworks, sources: int, group: int, share: float) -> _Conditioner:
-        """`group` networks join to speak to one target, each with its `share` of the word."""
-        w1 = network.per_head(network.w1)
-        rows = network.per_head(network.w2).transpose(1, 2)
-        b1 = None
-        if network.b1 is not None and network.b2 is not None:
-            b1 = network.per_head(network.b1).unsqueeze(-1)
-            rows = torch.cat((rows, network.per_head(network.b2).unsqueeze(1)), dim=1)
-        joined = share * rows.reshape(len(rows) // group, -1, rows.shape[-1])
-        scale, shift = joined.chunk(2, dim=-1)
-        return cls(w1.reshape(sources, -1, w1.shape[-1]), b1, scale, shift)
-
-    def __call__(self, source: Tensor, target: Tensor, bound: float) -> Tensor:
-        u = enter(source, self.w1)
-        if self.b1 is None:
-            latent = F.silu(u)
-        else:  # a latent that is always one carries b2
-            latent = F.silu(u.reshape(len(self.b1), -1, u.shape[-1]) + self.b1)
-            latent = torch.cat((latent, torch.ones_like(latent[:, :1])), dim=1)
-        return scale_and_shift(
-            target, latent.reshape(len(self.scale), -1, u.shape[-1]), self.scale, self.shift, bound
-        )

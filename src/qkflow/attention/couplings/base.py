@@ -278,7 +278,9 @@ class HeadNetworks(nn.Module):
         return y if self.b2 is None else y + self.b2
 
     def per_head(self, parameter: Tensor) -> Tensor:
-        return parameter.expand(self.heads, *parameter.shape[1:])
+        return (
+            parameter if len(parameter) == self.heads else parameter.expand(self.heads, *parameter.shape[1:])
+        )
 
     def count(self) -> int:
         count, hidden, size = self.w1.shape

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qkflow.attention.masks import Mask
 from qkflow.by_hand import ByHand
@@ -55,6 +54,13 @@ class _Difference(ByHand):
     """q (B, G, R, 2, T, D), k (B, G, T, D), v (B, G, T, E), strength (B, G, R, T, 1) -> (B, G, R, T, E)."""
 
     @staticmethod
+    def plain(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
+        scores = scale * torch.einsum("bgrstd,bgud->bgrstu", q, k)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        first, second = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1).unbind(3)
+        return torch.einsum("bgrtu,bgue->bgrte", first - strength * second, v)
+
+    @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
         out = _token_first(strength.expand(*strength.shape[:-1], v.shape[-1]))
         keys, values, room = k.flatten(0, 1), v.flatten(0, 1), _Room(q)
@@ -65,21 +71,15 @@ class _Difference(ByHand):
         return out
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, strength = ctx.saved_tensors
+    def gradients(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (q, k, v, strength, _), grad, scale = ctx.saved_tensors, grads[0], ctx.others[-1]
         keys, values, room = k.flatten(0, 1), v.flatten(0, 1), _Room(q)
         to_q, to_strength = _token_first(q), torch.empty(strength.shape, dtype=q.dtype)
         to_k, to_v = torch.zeros_like(keys), torch.zeros_like(values)
         for rows, seen in _blocks(q.shape[-2]):
             share = strength[..., rows, :].flatten(0, 1)
             out = grad[..., rows, :].reshape(len(keys), -1, grad.shape[-1])
-            block, p = _weights(q, keys, rows, seen, ctx.scale, room)
+            block, p = _weights(q, keys, rows, seen, scale, room)
             w = _subtracted(p, share, room)
             to_v[:, seen].baddbmm_(w.transpose(1, 2), out)
             to_w = torch.bmm(out, values[:, seen].transpose(1, 2), out=w).view_as(p[:, :, 0])
@@ -89,7 +89,7 @@ class _Difference(ByHand):
                 torch.addcmul(moved, one, mean, value=-1, out=one)
             to_strength[..., rows, :] = mean.neg().view(to_strength[..., rows, :].shape)
             to_scores = p.view(len(keys), -1, p.shape[-1])
-            to_block = torch.bmm(to_scores, keys[:, seen]).mul_(ctx.scale).view(block.shape)
+            to_block = torch.bmm(to_scores, keys[:, seen]).mul_(scale).view(block.shape)
             for vectors in (block, to_block):  # the second softmax counts by its share, and is taken away
                 vectors[:, :, 1].mul_(-share)
             to_q[..., rows, :] = to_block.view(to_q[..., rows, :].shape)
