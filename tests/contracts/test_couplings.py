@@ -61,12 +61,12 @@ def test_equals_its_reference_forward_and_backward(spec: str, kind: str) -> None
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str, bias: bool) -> None:
-    """The shortcut through the projections' weights: few tokens and many, with and without gradients."""
+    """The shortcut through the projections' weights: one token, few and many, with and without gradients."""
     coupling = make(spec, kind)
     shape = coupling.heads
     qk = FactorisedQK(10, shape, bias, dtype=torch.float64)
     scatter(qk, 0.3)
-    for length in (3, 100):
+    for length in (1, 3, 100):
         # halved: what seven steps of an affine map make of large numbers, they make of their rounding as well
         x = torch.randn(1, length, 10, dtype=torch.float64).div_(2).requires_grad_()
         inputs = [x, *coupling.parameters(), *qk.parameters()]

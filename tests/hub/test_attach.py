@@ -108,16 +108,19 @@ def test_copies_and_pickles_stay_coupled(family: str) -> None:
         )
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("coupling", ["affine", "drift", "euler", "leapfrog"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_gradients_are_the_same_with_checkpointing(family: str) -> None:
+def test_gradients_are_the_same_with_checkpointing(family: str, coupling: str, reentrant: bool) -> None:
     found = []
     for checkpointing in (False, True):
-        model = hub.attach(tiny(family), "euler", seed=0).train()
+        model = hub.attach(tiny(family), coupling, seed=0).train()
+        disturb(model)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model(input_ids=token_ids(), labels=token_ids(), use_cache=False).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters() if ".coupling." in name})
     for name, gradient in found[0].items():

@@ -15,7 +15,7 @@ from families import disturb, output, tiny, token_ids
 from qkflow import hub
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
-COUPLINGS = ("affine", "drift", "euler:n=2", "leapfrog", "uncoupled")
+COUPLINGS = ("affine", "drift", "euler", "euler:n=2", "leapfrog", "uncoupled")
 
 
 def window(family: str) -> dict[str, int]:
@@ -81,6 +81,16 @@ def values_through_data(model: Any) -> None:
         layer.v_proj.weight.data *= 1.1
 
 
+@torch.no_grad()
+def heads_swapped_through_data(model: Any) -> None:
+    """Every sum of weights stays what it was."""
+    disturb(model)
+    for _, layer in hub.attached(model):
+        output(model, token_ids())
+        keys = layer.k_proj.weight.data.unflatten(0, (2, -1))
+        layer.k_proj.weight.data.copy_(keys.flip(0).flatten(0, 1).clone())
+
+
 def in_place(model: Any) -> None:
     disturb(model)
 
@@ -97,7 +107,10 @@ def replaced(model: Any) -> None:
         layer.k_proj.weight = torch.nn.Parameter(layer.k_proj.weight + 0.1)
 
 
-@pytest.mark.parametrize("change", [through_data, values_through_data, in_place, fused_step, replaced])
+@pytest.mark.parametrize(
+    "change",
+    [through_data, values_through_data, heads_swapped_through_data, in_place, fused_step, replaced],
+)
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_whatever_changes_the_weights_is_noticed(coupling: str, change: Callable[[Any], None]) -> None:
     model = hub.attach(tiny("llama"), coupling, seed=0)

@@ -33,6 +33,10 @@ def unwatched(module: nn.Module) -> bool:
     )
 
 
+def under_autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 class FactorisedQK(nn.Module):
     """q = x·W_Qᵀ, k = x·W_Kᵀ, cut into heads."""
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.anatomy import Layout, Site
-from qkflow.attention.circuits import FactorisedQK, untouched
+from qkflow.attention.circuits import FactorisedQK, under_autocast, untouched
 from qkflow.attention.couplings import Coupling
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
@@ -111,13 +111,14 @@ class View:
         coupling = self.coupled_layer.coupling
         if isinstance(coupling, Coupling):
             coupling.refuse_offloaded(q, around=type(self.coupled_layer).__name__)
-        if not torch.is_autocast_enabled(q.device.type):
+        own = next(coupling.parameters(), q).dtype
+        if own == q.dtype and not under_autocast(q):
             out: tuple[Tensor, Tensor] = coupling(q, k)
             return out
-        # a coupling is small and works in the precision of its own weights
-        own = next(coupling.parameters(), q).dtype
-        with torch.autocast(q.device.type, enabled=False):
-            new_q, new_k = coupling(q.to(own), k.to(own))
+        # a coupling is small: it works in a precision that loses nothing of the tokens or of its weights
+        exact = torch.promote_types(q.dtype, own)
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
+            new_q, new_k = coupling(q.to(exact), k.to(exact))
         return new_q.to(q.dtype), new_k.to(k.dtype)
 
     def finish(self) -> None:
@@ -163,23 +164,14 @@ class SeparateView(View):
                 "cross-attention does, so no token has both: detach this layer"
             )
         self.coupled_input = x
-        plan, parts = self.coupled_layer.coupling_plan, self.coupled_layer._modules
-        to_q, to_k, coupling = parts[plan.q], parts[plan.k], parts["coupling"]
-        assert to_q is not None
-        assert to_k is not None
-        if plan.circuit is not None and self._as_found(plan.circuit, x):
-            assert isinstance(coupling, Coupling)
-            to_v = parts.get(plan.v or "")
-            v = to_v if untouched(to_v) else None
-            at_rest = coupling.resting(x, plan.circuit, v, self.coupled_in_midst)
-            if at_rest is not None:
-                self.coupled_q, self.coupled_k, values = at_rest(x)
-                if plan.v is not None and v is not None:
-                    setattr(self, plan.v, lambda given: values if given is x else v(given))
-                return
-            q, k = coupling.together(x, plan.circuit)
+        found = self._as_found(x)
+        if found is not None and self._rest(x, *found):
+            return
+        if found is not None and found[0].multiplies(found[1]):
+            q, k = found[0].together(x, found[1])
         else:
-            q, k = to_q(x), to_k(x)
+            plan, layer = self.coupled_layer.coupling_plan, self.coupled_layer
+            q, k = layer.get_submodule(plan.q)(x), layer.get_submodule(plan.k)(x)
             q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
             k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
             q, k = self.couple(q, k)
@@ -188,6 +180,19 @@ class SeparateView(View):
             q, k = q.clone(), k.clone()  # the layer clips in place what the backward pass has kept
         self.coupled_q, self.coupled_k = q, k
 
+    def _rest(self, x: Tensor, coupling: Coupling, circuit: FactorisedQK) -> bool:
+        """Queries, keys and values from what is prepared for inference, if anything is."""
+        name = self.coupled_layer.coupling_plan.v or ""
+        to_v = self.coupled_layer._modules.get(name)
+        v = to_v if untouched(to_v) else None
+        at_rest = coupling.resting(x, circuit, v, self.coupled_in_midst)
+        if at_rest is None:
+            return False
+        self.coupled_q, self.coupled_k, values = at_rest(x)
+        if v is not None:
+            setattr(self, name, lambda given: values if given is x else v(given))
+        return True
+
     def _refuse(self, more: tuple[Any, ...]) -> None:
         if more:
             raise InputError(
@@ -195,19 +200,22 @@ class SeparateView(View):
                 "can stand behind them: detach this layer"
             )
 
-    def _as_found(self, circuit: FactorisedQK, x: Tensor) -> bool:
-        """Whether projecting and coupling may be one: nothing has been put in anything's place since."""
-        plan, parts, found = self.coupled_layer.coupling_plan, self.coupled_layer._modules, circuit._modules
-        to_q, to_k = parts[plan.q], parts[plan.k]
-        return (
-            found["q"] is to_q
-            and found["k"] is to_k
+    def _as_found(self, x: Tensor) -> tuple[Coupling, FactorisedQK] | None:
+        """What may project and couple as one: nothing has been put in anything's place since."""
+        plan, parts = self.coupled_layer.coupling_plan, self.coupled_layer._modules
+        circuit, coupling, to_q, to_k = plan.circuit, parts["coupling"], parts[plan.q], parts[plan.k]
+        if (
+            circuit is not None
+            and circuit._modules["q"] is to_q
+            and circuit._modules["k"] is to_k
             and untouched(to_q)
             and untouched(to_k)
             and x.dim() == 3
-            and isinstance(parts["coupling"], Coupling)
-            and not torch.is_autocast_enabled(x.device.type)
-        )
+            and isinstance(coupling, Coupling)
+            and not under_autocast(x)
+        ):
+            return coupling, circuit
+        return None
 
     def finish(self) -> None:
         super().finish()

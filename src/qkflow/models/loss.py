@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qkflow.attention.circuits import under_autocast
+
 CHUNK = 512  # tokens: their logits fit the cache, and the matrix products still run at full speed
 IGNORE = -100
 Reduction = Literal["mean", "sum"]
@@ -39,9 +41,8 @@ def cross_entropy(
     chunk      tokens whose logits exist at one time
     """
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    device = hidden.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
+    if under_autocast(hidden):
+        hidden, weight = (x.to(torch.get_autocast_dtype(hidden.device.type)) for x in (hidden, weight))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, reduction, ignore_index, chunk)
         return loss

@@ -87,9 +87,10 @@ class _Step(ByHand):
 
     @staticmethod
     def gradients(ctx: Any, *grads: Any) -> Grads:
-        q, k, *weights, _, moved = ctx.saved_tensors[:12]
+        saved = ctx.saved_tensors  # once: checkpointing allows no more
+        q, k, *weights, _, moved = saved[:12]
         from_query, from_key, bound = _read((*weights, ctx.others[-1]))
-        first, second = _Half(*ctx.saved_tensors[12:16]), _Half(*ctx.saved_tensors[16:])
+        first, second = _Half(*saved[12:16]), _Half(*saved[16:])
         to_q, to_k = (
             by_head(torch.zeros_like(x) if grad is None else grad)
             for x, grad in zip((q, k), grads, strict=False)

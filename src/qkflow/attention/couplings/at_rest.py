@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from qkflow.attention.couplings.latent import LatentCoupling
     from qkflow.attention.couplings.trajectory import Rule
 
+LARGEST_BLOCK_DIAGONAL = 2**15  # numbers; of a larger one, reading the zeros costs too much
+
 
 @dataclass(frozen=True)
 class AtRest:
@@ -62,13 +64,13 @@ class AtRest:
         self.within(q, k, latents)()
         return q, k, v
 
-    def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+    def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
         """What remains to be done, in place, each time a product has been put into these parts of it."""
         if not self.widths[2]:
             return _nothing
         return self.couple(self._by_group(q), self._by_group(k), self._by_group(latents))
 
-    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
         """What couples (G, N, R·D) and (G, N, D) in place, with latents (G, N, …) from the product."""
         raise NotImplementedError
 
@@ -86,7 +88,7 @@ class AsEver(AtRest):
 
     coupling: Coupling
 
-    def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+    def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
         by_head = [part.unflatten(-1, (-1, self.heads.size)) for part in (q, k)]
 
         def run() -> None:
@@ -115,6 +117,7 @@ class LatentAtRest(AtRest):
     """The trajectory of `latent`, tokens first. The place u_j is moved by the kicks before it.
 
     to_key  what the kicks at all places add to a group's key (G, places·ρ, D)
+    to_keys  the same for all groups at once, block-diagonal: where one kick is all, and this is small
     to_query  and to its queries (G, places·ρ, R·D), if anything
     mixes   by place, what the kicks before it add to u (G, j·ρ, ρ)
     drifts  0, 1, …, one a place, where there are more than the two that the product yields
@@ -123,12 +126,21 @@ class LatentAtRest(AtRest):
 
     rule: Rule
     to_key: Tensor
+    to_keys: Tensor | None
     to_query: Tensor | None
     mixes: list[Tensor | None]
     drifts: Tensor | None
     pulls: Tensor | None
 
-    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+    def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
+        to_keys = self.to_keys
+        if to_keys is None or latents.numel() > latents.shape[-1]:
+            return super().within(q, k, latents)
+        # one token is over so soon that a batched product, and each look at a tensor, would be felt
+        keys, kicks = k.view(1, -1), latents.view(1, -1)
+        return lambda: keys.addmm_(self.rule.kick_(kicks), to_keys)
+
+    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
         count = len(self.mixes)
         latent = self.to_key.shape[1] // count
         if self.drifts is None:
@@ -183,13 +195,16 @@ def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
     numbers = torch.arange(rule.moves + 1, device=u.device, dtype=u.dtype)
     reaches = torch.tensor([rule.reach(j) for j in range(rule.moves + 1)], device=u.device, dtype=u.dtype)
     to_query = w.exit_q.view(groups, heads.group, -1, size).transpose(1, 2).flatten(2)
+    to_key = torch.cat([kick * w.exit_k for kick in rule.kicks()], dim=1)
+    small = groups * to_key.numel() <= LARGEST_BLOCK_DIAGONAL
     back = w.mix.transpose(1, 2)
     return LatentAtRest(
         heads,
         for_products(everything[:, :-1]),
         everything[:, -1].contiguous() if biased else None,
         rule,
-        to_key=torch.cat([kick * w.exit_k for kick in rule.kicks()], dim=1),
+        to_key=to_key,
+        to_keys=torch.block_diag(*to_key) if not rule.moves and small else None,
         to_query=_stacked(rule.areas(rule.steps), to_query),
         mixes=[_stacked(rule.areas(place)[:place], back) for place in range(rule.moves + 1)],
         drifts=numbers[:, None] if more else None,
@@ -222,7 +237,7 @@ class AffineAtRest(AtRest):
     to_query: tuple[Rows, Rows]
     from_query: Rows
 
-    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], None]:
+    def couple(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
         def run() -> None:
             for step in range(self.steps):
                 u = _affine(q, self.from_query) if step else latents

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.circuits import FactorisedQK
+from qkflow.attention.circuits import FactorisedQK, under_autocast
 from qkflow.attention.couplings.at_rest import AtRest
 from qkflow.attention.heads import Heads
 from qkflow.attention.registry import Registry, Spec
@@ -69,7 +69,7 @@ class Coupling(nn.Module):
         v         what projects the values, if those are wanted too
         in_midst  whether x goes on with a text whose beginning has been read
         """
-        if x.is_meta or not self._may_rest() or torch.is_autocast_enabled(x.device.type):
+        if x.is_meta or not self._may_rest() or under_autocast(x):
             return None
         kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
         if kept is None or not kept.holds((self, qk, v), in_midst):
@@ -82,6 +82,11 @@ class Coupling(nn.Module):
         out: tuple[Tensor, Tensor] = self(*qk(x, x))
         return out
 
+    def multiplies(self, qk: FactorisedQK) -> bool:
+        """Whether products of its weights and these can stand for projecting and coupling."""
+        weight = qk.q.weight
+        return qk.plain and next(self.parameters(), weight).dtype == weight.dtype
+
     def refuse_offloaded(self, x: Tensor, around: str) -> None:
         refuse_offloaded(next(self.parameters(), x), x, around)
 
@@ -91,7 +96,7 @@ class Coupling(nn.Module):
 
     def _prepare(self, qk: FactorisedQK, v: nn.Linear | None) -> _Kept[AtRest] | None:
         self._forget()
-        if not qk.plain or qk.q.weight.numel() > LARGEST_AT_REST:
+        if qk.q.weight.numel() > LARGEST_AT_REST or not self.multiplies(qk):
             return None
         made = self.at_rest(qk)
         if made is None:
@@ -178,7 +183,7 @@ class _Kept(Generic[Made]):
         self.tensors = [part for _, _, part in self.parts if isinstance(part, Tensor)]
         self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self.state = self._state()
-        self.sums = self._sums()
+        self.print = self._fingerprint()
 
     def holds(self, sources: tuple[nn.Module | None, ...], in_midst: bool) -> bool:
         """Whether nothing was exchanged or changed since.
@@ -193,15 +198,20 @@ class _Kept(Generic[Made]):
                 return False
         if self._state() != self.state:
             return False
-        return in_midst or torch.equal(self._sums(), self.sums)
+        return in_midst or torch.equal(self._fingerprint(), self.print)
 
     def _state(self) -> tuple[list[int], list[int]]:
         """Where the tensors lie, and how often they were changed, where that is counted."""
         return [tensor.data_ptr() for tensor in self.tensors], [tensor._version for tensor in self.counted]
 
-    def _sums(self) -> Tensor:
-        sums = [tensor.detach().sum(dtype=torch.float32) for tensor in self.tensors]
-        return torch.stack(sums) if sums else torch.empty(0)
+    def _fingerprint(self) -> Tensor:
+        """A weighted sum of every row of every tensor, in which each place counts differently."""
+        rows = []
+        for tensor in self.tensors:
+            values = tensor.detach().float() if tensor.dtype.itemsize < 4 else tensor.detach()
+            places = torch.linspace(1, 2, values.shape[-1] if values.dim() else 1).to(values)
+            rows.append((values.reshape(-1, len(places)) @ places).float())
+        return torch.cat(rows) if rows else torch.empty(0)
 
 
 def refuse_offloaded(weight: Tensor, x: Tensor, around: str) -> None:
@@ -310,7 +320,7 @@ def group_mean(force: Tensor, group: int) -> Tensor:
 
 def add_drift(q: Tensor, k: Tensor, amount: Tensor) -> Tensor:
     """q + amount_h·k, one amount a query head."""
-    group = q.shape[2] // k.shape[2]
+    group, amount = q.shape[2] // k.shape[2], amount.to(q.dtype)
     if group == 1:
         return torch.addcmul(q, k, amount[:, None])
     grouped = q.unflatten(2, (-1, group))

@@ -57,7 +57,7 @@ class Drift(Coupling):
 
     def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
         few = x.shape[0] * x.shape[1] < qk.q.out_features
-        if few or not qk.plain:
+        if few or not self.multiplies(qk):
             return super().together(x, qk)  # few tokens do not pay for a sum of weights
         weight, bias = qk.drifted(self.steps * self.step.per_head())
         q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))

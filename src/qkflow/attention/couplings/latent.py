@@ -106,7 +106,7 @@ class LatentCoupling(Coupling):
         the weights are few beside the tokens.
         """
         few = x.shape[0] * x.shape[1] < 4 * qk.q.out_features
-        if self.folded or self._needs_key_latent() or few or not qk.plain:
+        if self.folded or self._needs_key_latent() or few or not self.multiplies(qk):
             return super().together(x, qk)
         weights = self.weights()
         weight, bias = qk.drifted(weights.total)
