@@ -14,8 +14,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-import tyro
-from shared import blocks, held_out, model_and_tokenizer, train
+from shared import blocks, held_out, model_and_tokenizer, run, train
 
 from qkflow import hub
 from qkflow.attention import couplings
@@ -59,4 +58,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(main)

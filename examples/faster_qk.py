@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-import tyro
-from shared import blocks, held_out, model_and_tokenizer, train
+from shared import blocks, held_out, model_and_tokenizer, run, train
 
 from qkflow import hub, pace
 
@@ -41,4 +40,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(main)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tyro
-from shared import blocks, held_out, model_and_tokenizer, train
+from shared import blocks, held_out, model_and_tokenizer, run, train
 
 from qkflow import hub
+from qkflow.errors import InputError
 
 
 def main(
@@ -30,6 +30,8 @@ def main(
     seed: int = 0,
     out: Path = Path("finetuned"),
 ) -> None:
+    if out.exists():  # what is left of another model there would be loaded with this one
+        raise InputError(f"'{out}' exists already: give --out a folder that does not")
     network, tokenizer = model_and_tokenizer(model, seed)
     rows, rest = blocks(text, tokenizer, length)
     print(f"held-out loss as it comes: {held_out(network, rest):.4f}")
@@ -52,10 +54,10 @@ def main(
         hub.load(network, out / "coupling")
         print(f"saved and loaded again:   {held_out(network, rest):.4f}")
     tokenizer.save_pretrained(out)
-    prompt = tokenizer(text.read_text()[:40], return_tensors="pt", return_token_type_ids=False)
+    prompt = tokenizer(text.read_text("utf-8")[:40], return_tensors="pt", return_token_type_ids=False)
     written = network.generate(**prompt, max_new_tokens=40, do_sample=False)
     print(tokenizer.decode(written[0], skip_special_tokens=True))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    run(main)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import tyro
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GPT2Config,
     LlamaConfig,
     Trainer,
@@ -18,18 +20,26 @@ from transformers import (
     set_seed,
 )
 
+from qkflow import hub
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
 from qkflow.hub.folders import fast_tokenizer
 
-Shape = Literal["gpt2", "llama"]
+
+def run(main: Callable[..., None]) -> None:
+    """Call `main` with the command line's arguments; what is wrong with them is said in one sentence."""
+    try:
+        tyro.cli(main)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
     """A fresh small model of a shape, reading bytes; or, by any other name, a pretrained model."""
     set_seed(seed)
     if name not in ("gpt2-shape", "llama-shape"):
-        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        return hub.open_model(name)
     common = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
     if name == "gpt2-shape":
         config: Any = GPT2Config(n_embd=128, n_layer=4, n_head=4, n_positions=256, **common)
@@ -48,7 +58,10 @@ def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
 
 def blocks(text: Path, tokenizer: Any, length: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A text file as blocks of tokens: the first nine tenths to train on, the rest held out."""
-    tokens = tokenizer(text.read_text())["input_ids"]
+    try:
+        tokens = tokenizer(text.read_text("utf-8"))["input_ids"]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"'{text}' cannot be read as a text ({error}): give a file in UTF-8") from None
     rows = [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
     if len(rows) < 2:
         raise InputError(f"'{text}' has {len(tokens)} tokens: give a text of at least {2 * length}")

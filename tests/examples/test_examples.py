@@ -51,6 +51,32 @@ def test_fine_tuning_with_a_coupling(run: Run, text: Path, tmp_path: Path, model
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+def test_a_folder_that_is_there_is_left_alone(
+    run: Run, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("finetune_with_coupling.py", text, "--out", tmp_path)
+    assert capsys.readouterr().err == f"'{tmp_path}' exists already: give --out a folder that does not\n"
+
+
+@pytest.mark.parametrize("name", ["finetune_with_coupling.py", "faster_qk.py", "compare.py"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere.txt",), r"'.*nowhere.txt' cannot be read as a text"),
+        (("binary.txt",), r"'.*binary.txt' cannot be read as a text"),
+        (("text.txt", "--model", "no/such/model"), r"there is no model at no/such/model"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(
+    run: Run, text: Path, name: str, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text.parent / "binary.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(SystemExit, match="2"):
+        run(name, text.parent / arguments[0], *arguments[1:])
+    assert re.fullmatch(f"{said}.*\n", capsys.readouterr().err)
+
+
 def test_going_on_with_a_faster_circuit(run: Run, text: Path) -> None:
     printed = run(
         "faster_qk.py",

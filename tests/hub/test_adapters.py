@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import qkflow
 from families import disturb, output, tiny, token_ids
-from qkflow import hub
+from qkflow import files, hub
 from qkflow.errors import InputError
 
 
@@ -19,8 +22,8 @@ def test_what_is_saved_is_small_and_comes_back(tmp_path: Path) -> None:
     model = hub.attach(tiny("gpt2"), "affine:hidden=4")
     disturb(model)
     hub.save(model, tmp_path / "adapter")
-    files = sorted(path.name for path in (tmp_path / "adapter").iterdir())
-    assert files == ["coupling.safetensors", "coupling_config.json"]
+    written = sorted(path.name for path in (tmp_path / "adapter").iterdir())
+    assert written == ["coupling.safetensors", "coupling_config.json"]
     added = sum(p.numel() for name, p in model.named_parameters() if ".coupling." in name)
     assert (tmp_path / "adapter" / "coupling.safetensors").stat().st_size < 4 * added + 4096
     other = hub.load(tiny("gpt2"), tmp_path / "adapter")
@@ -83,9 +86,11 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
 def test_broken_folders_are_said_to_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing to save"):
         hub.save(tiny("llama"), tmp_path)
-    with pytest.raises(InputError, match=r"holds no coupling_config.json"):
-        hub.load(tiny("llama"), tmp_path)
+    for empty in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InputError, match=r"holds no coupling.safetensors: give the folder"):
+            hub.load(tiny("llama"), empty)
     hub.save(hub.attach(tiny("llama"), "euler"), tmp_path)
+    config_only_beside(tmp_path)
     config = json.loads((tmp_path / "coupling_config.json").read_text())
     config["layers"]["model.layers.0.self_attn"]["coupling"] = "euler:hidden=3"
     (tmp_path / "coupling_config.json").write_text(json.dumps(config))
@@ -107,5 +112,44 @@ def test_broken_folders_are_said_to_be(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"form that this version does not know"):
         hub.load(tiny("llama"), tmp_path)
     (tmp_path / "coupling_config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"not a coupling's config"):
+    with pytest.raises(InputError, match=r"the config in '.*' is not a coupling's"):
         hub.load(tiny("llama"), tmp_path)
+    (tmp_path / "coupling_config.json").unlink()
+    with pytest.raises(InputError, match=r"holds no coupling_config.json"):
+        hub.load(tiny("llama"), tmp_path)
+
+
+def config_only_beside(folder: Path) -> None:
+    """As couplings were saved at first: the config is in a file of its own, and nowhere else."""
+    weights = folder / "coupling.safetensors"
+    save_file(load_file(weights), weights, {"format": "pt"})
+
+
+def test_couplings_saved_with_a_config_beside_them_load(tmp_path: Path) -> None:
+    model = hub.attach(tiny("llama"), "affine:hidden=4")
+    disturb(model)
+    hub.save(model, tmp_path)
+    config_only_beside(tmp_path)
+    assert torch.equal(output(hub.load(tiny("llama"), tmp_path), token_ids()), output(model, token_ids()))
+
+
+@pytest.mark.parametrize(("write", "survivor"), [("write_atomic", "old"), ("write_json", "new")])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_save_that_is_cut_short_leaves_one_whole_coupling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str, survivor: str, beside: bool
+) -> None:
+    models = {"old": hub.attach(tiny("llama"), "drift"), "new": hub.attach(tiny("llama"), "affine:hidden=4")}
+    for model in models.values():
+        disturb(model)
+    hub.save(models["old"], tmp_path)
+    if beside:
+        config_only_beside(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, write, full)
+    with pytest.raises(OSError, match="No space left"):
+        hub.save(models["new"], tmp_path)
+    loaded = hub.load(tiny("llama"), tmp_path)
+    assert torch.equal(output(loaded, token_ids()), output(models[survivor], token_ids()))

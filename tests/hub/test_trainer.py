@@ -122,6 +122,32 @@ def test_fused_weights_are_split_when_the_trainer_is_made(tmp_path: Path) -> Non
     assert set(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("late", ["add_callback", "model_init"])
+def test_fused_weights_that_nobody_split_are_said_to_be(late: str, tmp_path: Path) -> None:
+    def run(split: bool) -> Any:
+        def make() -> Any:
+            model = tiny("gpt2")
+            if split:
+                pace.split_fused(model)
+            return model
+
+        if late == "model_init":
+            callbacks = [hub.PaceCallback(20)]
+            trainer = Trainer(
+                args=arguments(tmp_path), train_dataset=rows(), model_init=make, callbacks=callbacks
+            )
+        else:
+            trainer = Trainer(make(), arguments(tmp_path), train_dataset=rows())
+            trainer.add_callback(hub.PaceCallback(20))
+        return trainer.train()
+
+    with pytest.raises(
+        InputError, match=r"share one weight.*call pace.split_fused\(model\) before train\(\)"
+    ):
+        run(split=False)
+    assert run(split=True).global_step == 4
+
+
 def test_couplings_can_be_taken_along(tmp_path: Path) -> None:
     def trained(callback: Any) -> Any:
         model = hub.attach(tiny("llama"), "euler", seed=0)

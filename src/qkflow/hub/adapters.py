@@ -1,7 +1,9 @@
 """Keep only what was attached: a coupling's weights and how to put them back.
 
-coupling.safetensors     the weights, named as in the model
-coupling_config.json     the coupling and the heads of every layer it sits on
+coupling.safetensors     the weights, named as in the model, and in its metadata what is in
+coupling_config.json     the coupling and the heads of every layer it sits on, for people to read
+
+One file holds all that is loaded, so a save that is cut short leaves one whole coupling: the old or the new.
 """
 
 from __future__ import annotations
@@ -10,8 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load as read_tensors
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as write_tensors
 from torch import Tensor, nn
 
@@ -46,7 +47,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
         "model_type": getattr(getattr(model, "config", None), "model_type", ""),
         "layers": {name: _describe(layer) for name, layer in layers},
     }
-    files.write_atomic(folder / WEIGHTS, write_tensors(tensors, {"format": "pt"}))
+    metadata = {"format": "pt", CONFIG: json.dumps(config)}
+    files.write_atomic(folder / WEIGHTS, write_tensors(tensors, metadata))
     files.write_json(folder / CONFIG, config)
     return folder
 
@@ -54,7 +56,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
 def load(model: nn.Module, folder: str | Path) -> nn.Module:
     """Attach to `model`, in place, the couplings that `save` wrote."""
     base, folder = inner_model(model), Path(folder)
-    config, tensors = _read_config(folder), _read_weights(folder)
+    config, tensors = _read(folder)
     sites = {site.name: site for site in self_attentions(base)}
     for name, wanted in config["layers"].items():
         _check_fits(name, wanted, sites, folder)
@@ -88,39 +90,50 @@ def _describe(layer: CoupledAttention) -> dict[str, Any]:
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the weights of a coupling."""
     if folder.is_file():
         kind = "a pickle, which is never opened" if folder.suffix in PICKLES else "a file"
         raise InputError(f"'{folder}' is {kind}: give the folder that hub.save wrote")
+    path = folder / WEIGHTS
+    if not path.is_file():
+        others = sorted(other.name for other in folder.glob("*") if other.suffix in PICKLES)
+        hint = f"; {', '.join(others)} there is a pickle, which is never opened" if others else ""
+        raise InputError(f"'{folder}' holds no {WEIGHTS}{hint}: give the folder that hub.save wrote")
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            written = (file.metadata() or {}).get(CONFIG)
+    except SafetensorError as error:
+        raise InputError(f"'{path}' is not a safetensors file ({error}); pickles are never opened") from None
+    return _parse_config(written or _config_beside(folder), folder), tensors
+
+
+def _config_beside(folder: Path) -> str:
+    """Where couplings had their config before the weights' file held it."""
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(f"'{folder}' holds no {CONFIG}: give the folder that hub.save wrote")
+    return path.read_text("utf-8", errors="replace")
+
+
+def _parse_config(text: str, folder: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(text)
         known = config["format"] == FORMAT and all(
             {"coupling", "heads", "key_heads", "head_size"} <= set(layer)
             and isinstance(layer["coupling"], str)
             for layer in config["layers"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"'{path}' is not a coupling's config ({error})") from None
+        raise InputError(f"the config in '{folder}' is not a coupling's ({error})") from None
     if not known:
-        raise InputError(f"'{path}' has a form that this version does not know: upgrade qkflow")
+        raise InputError(
+            f"the coupling in '{folder}' has a form that this version does not know: upgrade qkflow"
+        )
     if not config["layers"]:
-        raise InputError(f"'{path}' names no layer, so there is nothing to attach")
+        raise InputError(f"the coupling in '{folder}' names no layer, so there is nothing to attach")
     return config
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    path = folder / WEIGHTS
-    if not path.is_file():
-        others = sorted(other.name for other in folder.iterdir() if other.suffix in PICKLES)
-        hint = f"; {', '.join(others)} there is a pickle, which is never opened" if others else ""
-        raise InputError(f"'{folder}' holds no {WEIGHTS}{hint}: save the coupling again with hub.save")
-    try:
-        return read_tensors(path.read_bytes())
-    except SafetensorError as error:
-        raise InputError(f"'{path}' is not a safetensors file ({error}); pickles are never opened") from None
 
 
 def _check_fits(name: str, wanted: dict[str, Any], sites: dict[str, Site], folder: Path) -> None:

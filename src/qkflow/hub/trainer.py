@@ -32,7 +32,9 @@ class PaceCallback(TrainerCallback):
     qk       the roles that count as the circuit; add "coupling" or "qk_norm" to take those along
     roles    for models whose parameter names are not known: patterns to roles
 
-    Fused query-key-value weights are split when the Trainer is made (see `qkflow.pace.fused`).
+    Fused query-key-value weights are split when the Trainer is made (see `qkflow.pace.fused`). For a
+    callback that is added later, and in a model that `model_init` makes anew, call `pace.split_fused(model)`
+    yourself: the Trainer makes its optimizer before it asks a callback again.
     """
 
     def __init__(
@@ -57,6 +59,12 @@ class PaceCallback(TrainerCallback):
         self.fast = self._circuit(inner_model(model))
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not self.fast & held:
+            if FUSED_ROLE in roles_of(inner_model(model), self.roles).values():
+                raise InputError(
+                    "queries, keys and values of this model share one weight, which is split only in a model "
+                    "given to the Trainer together with this callback: call pace.split_fused(model) before "
+                    "train(), or inside model_init"
+                )
             raise InputError(
                 f"the optimizer holds no parameter with a role in {self.qk}: are they frozen, or was the "
                 "optimizer made before the model's fused weights were split?"
