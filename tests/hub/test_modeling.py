@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
     DynamicCache,
     Trainer,
     TrainingArguments,
@@ -123,6 +126,9 @@ def test_a_slow_path_generates_without_a_cache(tmp_path: Path) -> None:
     assert torch.equal(
         made, model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=2, pad_token_id=0)
     )
+    for asked in ({"use_cache": True}, {"cache_implementation": "static"}):
+        cached = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=2, pad_token_id=0, **asked)
+        assert torch.equal(cached, made)
     with pytest.raises(InputError, match="pass use_cache=False"):
         model(ids, use_cache=True)
 
@@ -213,8 +219,9 @@ def test_a_pipeline_and_the_trainer_take_it(tmp_path: Path) -> None:
 
 def test_what_it_cannot_take_is_said() -> None:
     model = causal()
-    with pytest.raises(InputError, match=r"inputs_embeds is not supported"):
-        model(inputs_embeds=torch.randn(1, 2, 64))
+    for given in ({}, {"input_ids": prompt(), "inputs_embeds": torch.randn(2, 7, 64)}):
+        with pytest.raises(InputError, match=r"either input_ids or inputs_embeds"):
+            model(**given)
     with pytest.raises(InputError, match=r"attention_mask must be \(batch, tokens\)"):
         model(input_ids=prompt(), attention_mask=torch.ones(2, 1, 7, 7))
     with pytest.raises(InputError, match=r"attention_mask covers 3 tokens of 7"):
@@ -222,3 +229,67 @@ def test_what_it_cannot_take_is_said() -> None:
     assert hub.QKFlowConfig(num_key_value_heads=2).model_config().kv_heads == 2
     with pytest.raises(InputError, match=r"unknown key of model 'layrs'"):
         hub.QKFlowConfig(shape={"vocabulary": 8, "layrs": 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"coupling": "euler"},
+            r"'coupling' is an option of attention: give attention={'coupling': 'euler'}",
+        ),
+        ({"layrs": 3}, r"unknown field of QKFlowConfig 'layrs': did you mean 'layers'"),
+        ({"shape": [1]}, r"shape is a mapping"),
+        ({"layers": 3, "num_hidden_layers": 2}, r"layers=3 and num_hidden_layers=2 contradict"),
+        ({"num_hidden_layers": 0}, r"model.layers must be at least 1"),
+    ],
+)
+def test_a_config_that_would_be_passed_over_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        hub.QKFlowConfig(**given)
+
+
+def test_every_name_of_a_field_reads_and_writes_it(tmp_path: Path) -> None:
+    made = hub.QKFlowConfig(num_hidden_layers=3, intermediate_size=96, head_dim=8, rms_norm_eps=1e-3)
+    shape = made.model_config()
+    assert (shape.layers, shape.hidden, shape.head_size, shape.norm_eps) == (3, 96, 8, 1e-3)
+    config().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["hidden_size"], written["num_key_value_heads"], written["intermediate_size"]) == (
+        64,
+        4,
+        256,
+    )
+    changed = AutoConfig.from_pretrained(tmp_path, layers=1, attention={"coupling": "euler"})
+    assert (changed.num_hidden_layers, changed.model_config().attention.coupling) == (1, "euler")
+
+
+def test_texts_packed_into_a_row_do_not_see_each_other() -> None:
+    model = causal(attention={"coupling": "euler"})
+    first, second = prompt(1, 4), prompt(1, 7)[:, 4:]
+    packed = model(
+        input_ids=torch.cat((first, second), dim=1),
+        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]),
+        use_cache=False,
+    ).logits
+    alone = torch.cat([model(input_ids=ids).logits for ids in (first, second)], dim=1)
+    torch.testing.assert_close(packed, alone)
+
+
+def test_packed_rows_train_as_a_llama_does() -> None:
+    ours = causal()
+    llama = hub.to_llama(ours.model.decoder)
+    rows = [{"input_ids": ids.tolist()} for ids in (prompt(1, 5)[0], prompt(1, 9)[0])]
+    batch = DataCollatorWithFlattening()(rows)
+    assert "position_ids" in batch
+    losses = [model.train()(**batch, use_cache=False).loss for model in (ours, llama)]
+    torch.testing.assert_close(*losses)
+
+
+def test_embeddings_stand_for_tokens() -> None:
+    model = causal()
+    embeddings = model.get_input_embeddings()(prompt())
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(input_ids=prompt()).logits)
+    asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+    written = model.generate(inputs_embeds=embeddings, **asked)
+    assert torch.equal(written, model.generate(prompt(), **asked)[:, 7:])

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
 
 from families import disturb, output, tiny, token_ids
 from qkflow import hub
@@ -85,6 +94,17 @@ def test_our_own_model_does_not_merge_under_lora() -> None:
     inject_adapter_in_model(LoraConfig(target_modules=["q", "k"]), decoder)
     with pytest.raises(InputError, match=r"stands in the place of the query or key projection"):
         merge(decoder)
+
+
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+def test_our_architecture_takes_prefixes_and_prompts(kind: type[PeftConfig]) -> None:
+    config = hub.QKFlowConfig(
+        vocabulary=96, layers=2, width=64, heads=4, kv_heads=2, attention={"coupling": "euler"}
+    )
+    model = get_peft_model(hub.QKFlowForCausalLM(config), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    assert model.generate(input_ids=token_ids(), max_new_tokens=2, pad_token_id=0).shape[1] > 2
 
 
 def test_a_drift_does_not_merge_under_lora() -> None:

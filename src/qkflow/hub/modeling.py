@@ -10,6 +10,8 @@ cache of `transformers` works, since a coupled key never changes and can be kept
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -32,17 +34,20 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from qkflow.attention.starts import Draw, Start, Startable
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
 from qkflow.models import Block, Decoder, ModelConfig, preset
+from qkflow.models.config import AttentionConfig
 
 MODEL_FIELDS = frozenset(field.name for field in dataclasses.fields(ModelConfig))
+ATTENTION_FIELDS = frozenset(field.name for field in dataclasses.fields(AttentionConfig))
 
 
-def _shared(field: str, about: str) -> property:
-    """A field of our config under the name that `transformers` gives it."""
+def _shared(field: str, about: str, otherwise: Callable[[QKFlowConfig], Any] | None = None) -> property:
+    """A field of our config, here by whatever name; `otherwise` says what a None stands for."""
 
     def read(self: QKFlowConfig) -> Any:
-        return (self.shape or {})[field]
+        value = (self.shape or {})[field]
+        return otherwise(self) if value is None and otherwise is not None else value
 
     def write(self: QKFlowConfig, value: Any) -> None:
         self.shape = {**(self.shape or {}), field: value}
@@ -58,6 +63,18 @@ class QKFlowConfig(PreTrainedConfig):
 
     model_type = "qkflow"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    # what `transformers`, PEFT and others call the fields of ours
+    aliases: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocabulary",
+        "hidden_size": "width",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "head_dim": "head_size",
+        "intermediate_size": "hidden",
+        "rms_norm_eps": "norm_eps",
+        "tie_word_embeddings": "tied",
+    }
 
     shape: dict | None = None  # a preset, unless given; never None once made
     max_position_embeddings: int = 2048  # what the model was trained on; rotary positions go further
@@ -68,29 +85,50 @@ class QKFlowConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in MODEL_FIELDS}
-        start = self.shape or preset("tiny").to_dict()
-        self.shape = ModelConfig.from_dict({**start, **given}).to_dict()
+        if not isinstance(self.shape, dict | None):
+            raise InputError(f"shape is a mapping of model fields to values, not {self.shape!r}")
+        said = {**(self.shape or {}), **given}
+        self.shape = ModelConfig.from_dict({**(self.shape or preset("tiny").to_dict()), **given}).to_dict()
+        kwargs = {name: value for name, value in kwargs.items() if not self._said(name, value, said)}
         if self.shape["slow"] is not None:  # its state has no place in a cache of transformers
             self.use_cache = False
         super().__post_init__(**kwargs)
+        self.model_config()  # refuses what came by another name
+
+    def _said(self, name: str, value: Any, said: dict[str, Any]) -> bool:
+        """Whether the shape says this already; what contradicts it, or would be passed over, is refused."""
+        if name in ATTENTION_FIELDS:
+            raise InputError(f"'{name}' is an option of attention: give attention={{'{name}': {value!r}}}")
+        field = self.aliases.get(name)
+        if field in said and getattr(self, name) != value:
+            raise InputError(f"{field}={said[field]!r} and {name}={value!r} contradict each other")
+        meant = difflib.get_close_matches(name, MODEL_FIELDS, cutoff=0.8)
+        if meant and field is None and not hasattr(self, name):
+            raise unknown("field of QKFlowConfig", name, MODEL_FIELDS)
+        return field in said
 
     vocab_size = _shared("vocabulary", "size of the vocabulary")
     hidden_size = _shared("width", "size of the residual stream")
     num_hidden_layers = _shared("layers", "number of blocks")
     num_attention_heads = _shared("heads", "query heads")
+    num_key_value_heads = _shared("kv_heads", "key and value heads", lambda self: self.num_attention_heads)
+    head_dim = _shared(
+        "head_size", "size of a head", lambda self: self.hidden_size // self.num_attention_heads
+    )
+    intermediate_size = _shared("hidden", "width of the feed-forward", lambda self: 4 * self.hidden_size)
+    rms_norm_eps = _shared("norm_eps", "added under the root of every norm")
     tie_word_embeddings = _shared("tied", "whether the embedding is the output matrix as well")
 
-    @property
-    def num_key_value_heads(self) -> int:
-        kv_heads: int | None = (self.shape or {})["kv_heads"]
-        return kv_heads or self.num_attention_heads
-
-    @num_key_value_heads.setter
-    def num_key_value_heads(self, value: int) -> None:
-        self.shape = {**(self.shape or {}), "kv_heads": value}
+    def to_dict(self) -> dict[str, Any]:
+        """With the names that others look for in a config's file."""
+        return {**super().to_dict(), **{name: getattr(self, name) for name in self.aliases}}
 
     def model_config(self) -> ModelConfig:
         return ModelConfig.from_dict(self.shape or {})
+
+
+for _field in MODEL_FIELDS:  # so that AutoConfig.from_pretrained(folder, layers=2) finds it
+    setattr(QKFlowConfig, _field, _shared(_field, f"see ModelConfig.{_field}"))
 
 
 class LayerCache:
@@ -183,18 +221,11 @@ class QKFlowModel(QKFlowPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        if input_ids is None or inputs_embeds is not None:
-            raise InputError("a qkflow model reads input_ids; inputs_embeds is not supported")
-        if attention_mask is not None and attention_mask.dim() != 2:
-            raise InputError("attention_mask must be (batch, tokens), 1 at real tokens and 0 at padding")
-        if attention_mask is not None and attention_mask.shape[0] != input_ids.shape[0]:
-            raise InputError(
-                f"attention_mask is for {attention_mask.shape[0]} sequences, not {input_ids.shape[0]}"
-            )
-        if attention_mask is not None and attention_mask.shape[1] < input_ids.shape[1]:
-            raise InputError(
-                f"attention_mask covers {attention_mask.shape[1]} tokens of {input_ids.shape[1]}"
-            )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise InputError("a qkflow model reads either input_ids or inputs_embeds")
+        x = self.decoder.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if attention_mask is not None:
+            _check_mask(attention_mask, x)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.decoder.slow is not None and (use_cache or past_key_values is not None):
             raise InputError(
@@ -203,21 +234,37 @@ class QKFlowModel(QKFlowPreTrainedModel):
             )
         if self.training and self.gradient_checkpointing:
             use_cache = False
+        documents = None
+        if attention_mask is None and past_key_values is None and position_ids is not None:
+            documents = _documents(position_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        caches = None
+        caches: Any = None
         if past_key_values is not None:
             caches = [LayerCache(past_key_values, layer) for layer in range(self.config.num_hidden_layers)]
         padding = None
         if attention_mask is not None and (torch.compiler.is_compiling() or not attention_mask.all()):
             padding = attention_mask.bool()
-        hidden = self.decoder(
-            input_ids,
-            positions=position_ids,
-            padding=padding,
-            caches=caches,
+        hidden = self.decoder.from_embeddings(
+            x, positions=position_ids, padding=padding, documents=documents, caches=caches
         )
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+
+
+def _check_mask(attention_mask: Tensor, x: Tensor) -> None:
+    if attention_mask.dim() != 2:
+        raise InputError("attention_mask must be (batch, tokens), 1 at real tokens and 0 at padding")
+    if attention_mask.shape[0] != x.shape[0]:
+        raise InputError(f"attention_mask is for {attention_mask.shape[0]} sequences, not {x.shape[0]}")
+    if attention_mask.shape[1] < x.shape[1]:
+        raise InputError(f"attention_mask covers {attention_mask.shape[1]} tokens of {x.shape[1]}")
+
+
+def _documents(position_ids: Tensor) -> Tensor | None:
+    """Which text of a packed row each token belongs to, as `transformers` reads it: positions begin anew."""
+    first = position_ids[..., :1] - 1
+    documents = (position_ids.diff(prepend=first, dim=-1) != 1).cumsum(-1)
+    return documents if torch.compiler.is_compiling() or documents.any() else None
 
 
 class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
@@ -229,6 +276,11 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
         self.post_init()
         if self.model.decoder.slow is not None and self.generation_config is not None:
             self.generation_config.use_cache = False
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model.decoder.slow is not None:  # reads everything again for every token
+            kwargs |= {"use_cache": False, "cache_implementation": None}
+        return super().generate(*args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
