@@ -74,6 +74,8 @@ def test_what_a_llama_cannot_be_is_named() -> None:
         InputError, match=r"cannot have the coupling 'euler'.*query-key norms.*GELU feed-forward"
     ):
         hub.to_llama(decoder({"coupling": "euler", "qk_norm": True}, feed_forward="gelu"))
+    with pytest.raises(InputError, match=r"a Llama cannot have a slow path: convert to the qkflow"):
+        hub.to_llama(decoder(slow={"ratio": 4}))
     with pytest.raises(InputError, match=r"'differential' scoring"):
         hub.to_llama(decoder({"scoring": "differential"}))
     with pytest.raises(InputError, match=r"neither a qkflow model nor a Llama"):
@@ -136,6 +138,16 @@ def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
     assert yaml.safe_load(header)["tags"] == ["qkflow", "coupling:euler"]
     assert "import qkflow.hub" in text
     assert "q ← q + Δ·k" in text
+
+
+def test_the_card_of_a_merged_drift_is_that_of_the_llama(tmp_path: Path) -> None:
+    drifting, _ = run_folder(tmp_path / "run", {"coupling": "drift"})
+    llama = hub.export(tmp_path / "run", tmp_path / "out", to="llama")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert sum(parameter.numel() for parameter in drifting.parameters()) > llama.num_parameters()
+    assert f"| parameters | {llama.num_parameters():,} |" in card
+    assert "| coupling | `none` |" in card
+    assert "The drift it was trained with is merged into its weights." in card
 
 
 def test_models_open_whatever_they_are(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def _refuse_unlike_llama(model: Decoder) -> None:
         "a window": attention.window is not None,
         "no rotary positions": _attentions(model)[0].rope is None,
         "a GELU feed-forward": shape.feed_forward != "swiglu",
+        "a slow path": shape.slow is not None,
     }
     found = [what for what, there in unlike.items() if there]
     if found:

@@ -54,7 +54,7 @@ def export(source: str | Path, out: str | Path, *, to: Form = "qkflow") -> PreTr
     with _whole_folder(Path(out)) as folder:
         model.save_pretrained(folder)
         fast_tokenizer(tokenizer).save_pretrained(folder)
-        files.write_atomic(folder / "README.md", model_card(decoder, to))
+        files.write_atomic(folder / "README.md", model_card(decoder.config, model.num_parameters(), to))
     return model
 
 
