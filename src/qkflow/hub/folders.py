@@ -35,8 +35,10 @@ def open_model(
     `coupling` is a folder that `hub.save` wrote, to be attached. Code that comes with a model is never run.
     """
     if is_run(Path(source)):
-        decoder, tokenizer = _training().load_model(source)
-        model, words = to_transformers(decoder, **_special(tokenizer)), fast_tokenizer(tokenizer)
+        training = _training()
+        decoder, tokenizer = training.load_model(source)
+        model = to_transformers(decoder, **training.transformers_config(source))
+        words = fast_tokenizer(tokenizer)
     else:
         model, words = _pretrained(str(source))
     if coupling is not None:
@@ -46,11 +48,12 @@ def open_model(
 
 def export(source: str | Path, out: str | Path, *, to: Form = "qkflow") -> PreTrainedModel:
     """Write a run of ours as a `transformers` folder with weights, tokenizer and model card."""
-    decoder, tokenizer = _training().load_model(source)
+    training = _training()
+    decoder, tokenizer = training.load_model(source)
     convert = {"qkflow": to_transformers, "llama": to_llama}
     if to not in convert:
         raise InputError(f"a model is exported to 'qkflow' or 'llama', not '{to}'")
-    model = convert[to](decoder, **_special(tokenizer))
+    model = convert[to](decoder, **training.transformers_config(source))
     with _whole_folder(Path(out)) as folder:
         model.save_pretrained(folder)
         fast_tokenizer(tokenizer).save_pretrained(folder)
@@ -68,9 +71,17 @@ def import_model(source: str | Path, out: str | Path) -> nn.Module:
             f"the tokenizer of '{source}' knows {tokenizer.vocab_size} tokens, the model only "
             f"{decoder.config.vocabulary}: resize its embeddings, or give the tokenizer it was trained with"
         )
+    ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     training = _training()
     with _whole_folder(Path(out)) as folder:
-        training.save(folder / "model", decoder.config, training.full_weights(decoder), tokenizer)
+        training.save(
+            folder / "model",
+            decoder.config,
+            training.full_weights(decoder),
+            tokenizer,
+            length=model.config.max_position_embeddings,
+            special_tokens={name: token for name, token in ids.items() if token is not None},
+        )
     return decoder
 
 
@@ -94,6 +105,8 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     if isinstance(tokenizer, SubwordTokenizer):
         rust = RustTokenizer.from_str(tokenizer.state())
         end = rust.id_to_token(tokenizer.end_of_document)
+        if tokenizer.start_of_document is None:
+            rust.post_processor = None  # the model never saw what a template puts around a text
     else:  # bytes: token i is byte i, written in the letters that byte-level BPE has for bytes
         letters = bytes_to_unicode()
         rust = RustTokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
@@ -101,18 +114,16 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         rust.decoder = decoders.ByteLevel()
         end = "<|endoftext|>"
         rust.add_special_tokens([end])
-    return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=end, pad_token=end)
+    start = tokenizer.start_of_document
+    first = None if start is None else rust.id_to_token(start)
+    return PreTrainedTokenizerFast(tokenizer_object=rust, bos_token=first, eos_token=end, pad_token=end)
 
 
 def _our_tokenizer(words: PreTrainedTokenizerFast) -> Tokenizer:
     if len(words) == ByteTokenizer.vocab_size and words.encode("é") == list("é".encode()):
         return ByteTokenizer()
-    return SubwordTokenizer(words.backend_tokenizer, words.eos_token)
-
-
-def _special(tokenizer: Tokenizer) -> dict[str, Any]:
-    end = tokenizer.end_of_document
-    return {"eos_token_id": end, "pad_token_id": end}
+    added = words.encode("")  # what its template puts around every text
+    return SubwordTokenizer(words.backend_tokenizer, words.eos_token, added[0] if added else None)
 
 
 def _require(source: str) -> None:
