@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
@@ -20,11 +22,18 @@ from qkflow import files
 from qkflow.data.hub import require_network
 from qkflow.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer
 from qkflow.errors import InputError
-from qkflow.hub.adapters import load
+from qkflow.hub.adapters import PICKLES, load
 from qkflow.hub.card import model_card
 from qkflow.hub.convert import from_transformers, to_llama, to_transformers
+from qkflow.hub.modeling import QKFlowPreTrainedModel
 
 Form = Literal["qkflow", "llama"]
+# errors that say in words what is wrong; of others the name helps
+CLEAR = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
+NO_PICKLES = (
+    "pickles are never opened, so load it where you trust it and write it again with save_pretrained, "
+    "which makes a safetensors file"
+)
 
 
 def open_model(
@@ -138,18 +147,91 @@ def _require(source: str) -> None:
 
 def _pretrained(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     _require(source)
-    model = _opened(AutoModelForCausalLM, source, "as a causal model")
-    return model, _opened(AutoTokenizer, source, "for its tokenizer")
+    _refuse_pickles(Path(source))
+    with _without_load_report():
+        model, found = _opened(
+            AutoModelForCausalLM,
+            source,
+            "as a causal model",
+            "check its files, config.json first, or save it again with save_pretrained",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are in the account, and refused here
+            output_loading_info=True,
+        )
+    _refuse_other_weights(source, model, found)
+    _training().refuse_not_finite(f"'{source}'", model.named_parameters())
+    hint = "put the tokenizer.json that it was trained with there"
+    return model, _opened(AutoTokenizer, source, "for its tokenizer", hint)
 
 
-def _opened(kind: Any, source: str, what: str) -> Any:
+def _opened(kind: Any, source: str, what: str, hint: str, **options: Any) -> Any:
     try:
-        return kind.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        return kind.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:  # it hands on whatever the files make it run into
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        more = 2 if lines and lines[0].endswith(":") else 1  # of a list, its first item
-        reason = " ".join(lines[:more]).rstrip(":,") or type(error).__name__
-        raise InputError(f"'{source}' cannot be opened {what}: {reason}") from error
+        more = 4 if lines and lines[0].endswith(":") else 1  # of a list, its first items
+        reason = " ".join(lines[:more]).rstrip(":,.")
+        if "use_safetensors" in reason:  # so it says of a name on the hub that there are none
+            reason, hint = "it has no safetensors file", NO_PICKLES
+        if isinstance(error, ImportError):
+            hint = "install that, or give a model that does without"
+        if not isinstance(error, CLEAR):
+            reason = f"{type(error).__name__}: {reason}"
+        raise InputError(f"'{source}' cannot be opened {what} ({reason}): {hint}") from error
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """What `transformers` would warn of when it loads weights is refused here, in one sentence."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def errors(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(errors)
+    try:
+        yield
+    finally:
+        logger.removeFilter(errors)
+
+
+def _refuse_pickles(folder: Path) -> None:
+    """Also those that a config or an index of safetensors points at, which `use_safetensors` lets pass."""
+    if not folder.is_dir():
+        return  # a name on the hub
+    named: list[str] = []
+    for file in (folder / "config.json", folder / "model.safetensors.index.json"):
+        named += re.findall(r'"([^"]+)"', file.read_text("utf-8", "replace")) if file.is_file() else []
+    if not any(folder.glob("*.safetensors")):
+        named += [path.name for path in folder.iterdir()]
+    pickles = sorted({name for name in named if Path(name).suffix in PICKLES})
+    if pickles:
+        raise InputError(f"'{folder}' keeps its weights in {_few(pickles)}: {NO_PICKLES}")
+
+
+def _refuse_other_weights(source: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """A model that had weights drawn at random, or left out, is not the one that was saved."""
+    missing, extra = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    coupled = [key for key in extra if ".coupling." in key]
+    if coupled and not isinstance(model, QKFlowPreTrainedModel):
+        raise InputError(
+            f"'{source}' was saved with a coupling attached ({_few(coupled)}): hub.save the coupling, "
+            "hub.detach it before save_pretrained, and give what hub.save wrote with --coupling"
+        )
+    shapes = [
+        f"{key}, {(*there,)} instead of {(*here,)}" for key, there, here in sorted(found["mismatched_keys"])
+    ]
+    wrong = {"missing": missing, "without a place": extra, "of another shape": shapes}
+    faults = "; ".join(f"{what}: {_few(keys)}" for what, keys in wrong.items() if keys)
+    if faults:
+        raise InputError(
+            f"the weights of '{source}' are not those of the {type(model).__name__} that its config.json "
+            f"describes ({faults}): give the folder of a causal model as save_pretrained wrote it"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _training() -> Any:
