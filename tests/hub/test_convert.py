@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from tokenizers.processors import TemplateProcessing
 
 from families import output, tiny, token_ids
 from qkflow import hub
@@ -74,6 +75,8 @@ def test_what_a_llama_cannot_be_is_named() -> None:
         InputError, match=r"cannot have the coupling 'euler'.*query-key norms.*GELU feed-forward"
     ):
         hub.to_llama(decoder({"coupling": "euler", "qk_norm": True}, feed_forward="gelu"))
+    with pytest.raises(InputError, match=r"a Llama cannot have a slow path: convert to the qkflow"):
+        hub.to_llama(decoder(slow={"ratio": 4}))
     with pytest.raises(InputError, match=r"'differential' scoring"):
         hub.to_llama(decoder({"scoring": "differential"}))
     with pytest.raises(InputError, match=r"neither a qkflow model nor a Llama"):
@@ -97,11 +100,14 @@ def test_tokenizers_agree(tokenizer: Tokenizer) -> None:
     assert words.eos_token_id == tokenizer.end_of_document
 
 
-def run_folder(path: Path, attention: dict[str, Any] | None = None) -> tuple[Decoder, Tokenizer]:
+def run_folder(
+    path: Path, attention: dict[str, Any] | None = None, length: int | None = 48
+) -> tuple[Decoder, Tokenizer]:
     """A finished run as the training loop leaves it."""
     tokenizer = bpe()
     model = decoder(attention, vocabulary=tokenizer.vocab_size)
-    model_folder.save(path / "model", model.config, model_folder.full_weights(model), tokenizer)
+    weights = model_folder.full_weights(model)
+    model_folder.save(path / "model", model.config, weights, tokenizer, length=length)
     return model, tokenizer
 
 
@@ -116,6 +122,7 @@ def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) 
     ids = token_ids()
     torch.testing.assert_close(output(loaded, ids), logits(model), rtol=0, atol=1e-5)
     assert loaded.config.eos_token_id == tokenizer.end_of_document
+    assert loaded.config.max_position_embeddings == 48
     words = hf.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert words("to be")["input_ids"] == tokenizer.encode("to be")
 
@@ -124,6 +131,52 @@ def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) 
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
     assert same.encode("that is") == tokenizer.encode("that is")
     assert same.end_of_document == tokenizer.end_of_document
+    assert hub.open_model(tmp_path / "back")[0].config.max_position_embeddings == 48
+
+
+@pytest.mark.parametrize("to", ["qkflow", "llama"])
+def test_a_llama_of_others_keeps_its_length_and_special_tokens(to: Any, tmp_path: Path) -> None:
+    special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [255, 256]}
+    llama = tiny("llama", vocab_size=300, max_position_embeddings=64, **special)
+    llama.save_pretrained(tmp_path / "llama")
+    theirs = fast_tokenizer(bpe())
+    theirs.add_special_tokens({"bos_token": "<s>"})
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
+    )
+    theirs.save_pretrained(tmp_path / "llama")
+    hub.import_model(tmp_path / "llama", tmp_path / "run")
+    hub.export(tmp_path / "run", tmp_path / "out", to=to)
+    for name in ("run", "out"):
+        model, words = hub.open_model(tmp_path / name)
+        found = {key: getattr(model.config, key) for key in ("max_position_embeddings", *special)}
+        assert found == {"max_position_embeddings": 64, **special}
+        assert words("to be")["input_ids"] == theirs("to be")["input_ids"]
+        assert (words.bos_token, words.eos_token) == ("<s>", theirs.eos_token)
+    _, ours = model_folder.load_model(tmp_path / "run")
+    assert ours.encode_start("to be") == theirs("to be")["input_ids"]
+    assert ours.encode("to be") == theirs("to be")["input_ids"][1:]
+
+
+def test_a_model_trained_here_reads_texts_without_a_template(tmp_path: Path) -> None:
+    tokenizer = bpe()
+    end = tokenizer.rust.id_to_token(tokenizer.end_of_document)
+    tokenizer.rust.post_processor = TemplateProcessing(
+        single=f"{end} $A {end}", special_tokens=[(end, tokenizer.end_of_document)]
+    )
+    assert fast_tokenizer(tokenizer)("to be")["input_ids"] == tokenizer.encode("to be")
+    assert tokenizer.encode_start("to be") == [tokenizer.end_of_document, *tokenizer.encode("to be")]
+
+
+def test_folders_that_do_not_say_their_length_are_exported(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", length=None)
+    described = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert described.keys() == {"format", "model", "end_of_document"}
+    assert hub.export(tmp_path / "run", tmp_path / "out").config.max_position_embeddings == 2048
+    described["length"] = "long"
+    (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(described))
+    with pytest.raises(InputError, match=r"config.json is damaged: its 'length' is 'long'"):
+        hub.export(tmp_path / "run", tmp_path / "again")
 
 
 def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
@@ -136,6 +189,16 @@ def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
     assert yaml.safe_load(header)["tags"] == ["qkflow", "coupling:euler"]
     assert "import qkflow.hub" in text
     assert "q ← q + Δ·k" in text
+
+
+def test_the_card_of_a_merged_drift_is_that_of_the_llama(tmp_path: Path) -> None:
+    drifting, _ = run_folder(tmp_path / "run", {"coupling": "drift"})
+    llama = hub.export(tmp_path / "run", tmp_path / "out", to="llama")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert sum(parameter.numel() for parameter in drifting.parameters()) > llama.num_parameters()
+    assert f"| parameters | {llama.num_parameters():,} |" in card
+    assert "| coupling | `none` |" in card
+    assert "The drift it was trained with is merged into its weights." in card
 
 
 def test_models_open_whatever_they_are(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from qkflow import console, files
 from qkflow.cli import run
 from qkflow.data import prepare
 from qkflow.errors import InputError
+from qkflow.models import Decoder
 from qkflow.training import model_folder, worker
 
 
@@ -135,6 +136,24 @@ def test_generate(model, command):
     assert streamed.startswith("the sun")
     several = json.loads(command(*asked, "--samples", 3, "--json")[1])
     assert len(several["texts"]) == 3
+
+
+@pytest.mark.parametrize("asked", [["generate", "--prompt", "a", "--tokens", 1], ["probe", "--text", "a"]])
+def test_texts_begin_as_the_model_folder_says(asked, model, command, tmp_path, monkeypatch):
+    copy = shutil.copytree(model / "model", tmp_path / "model")
+    described = json.loads((copy / "config.json").read_text())
+    assert described["length"] == 16
+    read, forward = [], Decoder.forward
+    monkeypatch.setattr(
+        Decoder,
+        "forward",
+        lambda self, ids, **k: read.append(ids.flatten().tolist()) or forward(self, ids, **k),
+    )
+    command(asked[0], copy, *asked[1:])
+    (copy / "config.json").write_text(json.dumps({**described, "start_of_document": 7}))
+    command(asked[0], copy, *asked[1:])
+    assert [ids[0] for ids in read] == [described["end_of_document"], 7]
+    assert read[0][1:] == read[1][1:]
 
 
 def test_probe(model, corpus, command, tmp_path):

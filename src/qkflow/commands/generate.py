@@ -62,7 +62,7 @@ def generate(
         check_seed("--seed", seed)
     prepare_process(threads)
     decoder, tokenizer = load_model(model, device=find_device(device))
-    read = [tokenizer.end_of_document, *tokenizer.encode(prompt)]  # as every document began in training
+    read = tokenizer.encode_start(prompt)
     ids = torch.tensor([read] * samples)
     printer = _Printer(tokenizer, prompt) if samples == 1 and not json else None
     began = time.perf_counter()

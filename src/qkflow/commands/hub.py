@@ -39,7 +39,7 @@ def export(source: Path, out: Path, /, to: Literal["qkflow", "llama"] = "qkflow"
 def import_model(source: str, out: Path, /, json: bool = False) -> None:
     """Write a `transformers` model as a folder that every qkflow command reads.
 
-    Takes models of our own architecture and Llamas.
+    Takes models of our own architecture and Llamas, with all their weights in safetensors.
 
     For example:
         qkflow import path/to/llama runs/llama

@@ -63,7 +63,7 @@ def probe(
     prepare_process(threads)
     decoder, tokenizer = load_model(model, device=find_device(device))
     if text is not None:
-        ids = torch.tensor([[tokenizer.end_of_document, *tokenizer.encode(text)]])
+        ids = torch.tensor([tokenizer.encode_start(text)])
     else:
         ids = _held_out(model, str(data), windows, length)
     layers = attention.probe(decoder, ids.to(decoder.embedding.weight.device), keep_weights=out is not None)

@@ -32,6 +32,7 @@ class Tokenizer(ABC):
 
     vocab_size: int
     end_of_document: int
+    start_of_document: int | None = None  # before every text, for a model that learned to expect it there
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -41,6 +42,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Tokens of a text; what looks like a special token in it is text like any other."""
+
+    def encode_start(self, text: str) -> list[int]:
+        """Tokens of a text as a document begins in training: here, right after the end of another."""
+        first = self.end_of_document if self.start_of_document is None else self.start_of_document
+        return [first, *self.encode(text)]
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
@@ -88,7 +94,7 @@ class ByteTokenizer(Tokenizer):
 class SubwordTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library."""
 
-    def __init__(self, rust: RustTokenizer, end: str | None = None) -> None:
+    def __init__(self, rust: RustTokenizer, end: str | None = None, start: int | None = None) -> None:
         from tokenizers import AddedToken
 
         vocabulary = rust.get_vocab()
@@ -100,6 +106,7 @@ class SubwordTokenizer(Tokenizer):
         self.rust = rust
         self.vocab_size = max(rust.get_vocab().values()) + 1
         self.end_of_document = rust.get_vocab()[end]
+        self.start_of_document = start
 
     def encode(self, text: str) -> list[int]:
         return self.rust.encode(text, add_special_tokens=False).ids
@@ -158,14 +165,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def restore(state: str, end_of_document: int) -> Tokenizer:
+def restore(state: str, end_of_document: int, start_of_document: int | None = None) -> Tokenizer:
     """The tokenizer whose `state` and end-of-document token these are."""
     if json.loads(state).get("type") == "bytes":
         return ByteTokenizer()
     from tokenizers import Tokenizer as RustTokenizer
 
     rust = RustTokenizer.from_str(state)
-    return SubwordTokenizer(rust, rust.id_to_token(end_of_document))
+    return SubwordTokenizer(rust, rust.id_to_token(end_of_document), start_of_document)
 
 
 def train_bpe(texts: Iterator[str], size: int) -> SubwordTokenizer:

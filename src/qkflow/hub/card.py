@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from qkflow.attention import couplings
 from qkflow.attention.registry import Spec
-from qkflow.models import Decoder
+from qkflow.models import ModelConfig
 
 
-def model_card(model: Decoder, form: str) -> str:
-    """What the model is, and how to load it, in the form the hub reads."""
-    shape, attention = model.config, model.config.attention
+def model_card(shape: ModelConfig, parameters: int, form: str) -> str:
+    """What a model of a shape is once exported, and how to load it, in the form the hub reads."""
+    attention = shape.attention
     coupling = couplings.get(Spec.parse(attention.coupling).name)
-    coupled = attention.coupling != "none"
+    coupled = attention.coupling != "none" and form == "qkflow"
     tags = ["qkflow", f"coupling:{coupling.name}"] if form == "qkflow" else ["llama"]
-    count = sum(parameter.numel() for parameter in model.parameters())
     rows = {
-        "parameters": f"{count:,}",
+        "parameters": f"{parameters:,}",
         "layers × width": f"{shape.layers} × {shape.width}",
         "heads (key/value)": f"{shape.heads} ({shape.kv_heads or shape.heads})",
         "vocabulary": f"{shape.vocabulary:,}",
         "feed-forward": f"{shape.feed_forward}, {shape.hidden_size}",
-        "coupling": f"`{attention.coupling}`" + (": " + coupling.equation if coupled else ""),
+        "coupling": f"`{attention.coupling}`: {coupling.equation}" if coupled else "`none`",
         "scoring": f"`{attention.scoring}`",
         "start": f"`{shape.start}`",
     }
@@ -33,12 +32,11 @@ def model_card(model: Decoder, form: str) -> str:
         'generate = pipeline("text-generation", model="path/or/name/of/this/model")',
         'print(generate("Once", max_new_tokens=32)[0]["generated_text"])',
     ]
-    source = f"\nThe coupling is that of {coupling.citation}.\n" if coupled and form == "qkflow" else ""
-    merged = (
-        "\nThe drift it was trained with is merged into its weights.\n" if coupled and form == "llama" else ""
-    )
+    note = f"\nThe coupling is that of {coupling.citation}.\n" if coupled else ""
+    if attention.coupling != "none" and not coupled:  # only a drift becomes a Llama
+        note = "\nThe drift it was trained with is merged into its weights.\n"
     lines = ["---", f"library_name: {'qkflow' if form == 'qkflow' else 'transformers'}"]
     lines += ["pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags), "---", ""]
-    lines += ["# A decoder trained with qkflow", "", "| | |", "|---|---|", table, source + merged]
+    lines += ["# A decoder trained with qkflow", "", "| | |", "|---|---|", table, note]
     lines += ["## Use", "", "```python", *code, "```", ""]
     return "\n".join(lines)

@@ -95,6 +95,8 @@ def to_llama(model: Decoder, **config: Any) -> LlamaForCausalLM:
 def from_llama(model: LlamaForCausalLM) -> Decoder:
     """The decoder that a Llama amounts to, with a copy of its weights."""
     config = model.config
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError("a quantised Llama does not convert: convert the one it was made of")
     if config.hidden_act != "silu" or config.mlp_bias:
         raise InputError("only a Llama with a SiLU feed-forward without biases converts")
     shape = ModelConfig(
@@ -139,6 +141,7 @@ def _refuse_unlike_llama(model: Decoder) -> None:
         "a window": attention.window is not None,
         "no rotary positions": _attentions(model)[0].rope is None,
         "a GELU feed-forward": shape.feed_forward != "swiglu",
+        "a slow path": shape.slow is not None,
     }
     found = [what for what, there in unlike.items() if there]
     if found:

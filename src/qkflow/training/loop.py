@@ -343,7 +343,10 @@ class Run:
             "environment": environment.describe(self.team.device) | {"processes": self.team.world},
         }
         if self.team.leads:
-            model_folder.save(self.folder / MODEL, self.model_config, weights, self.data.tokenizer)
+            length = self.config.data.length
+            model_folder.save(
+                self.folder / MODEL, self.model_config, weights, self.data.tokenizer, length=length
+            )
             files.write_json(self.folder / RESULT, result)
             shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         self.team.wait()
