@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
-from families import FUSED, tiny, token_ids
-from qkflow.anatomy import Layout, fold_drift, outputs_first, self_attentions
+from families import FUSED, SMALL, tiny, token_ids
+from qkflow import hub
+from qkflow.anatomy import fold_drift, outputs_first, self_attentions
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
+from qkflow.layouts import Layout
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -75,7 +80,35 @@ def test_a_model_that_cannot_be_run_is_refused_where_it_must_be() -> None:
             self.qkv = nn.Linear(8, 24)
 
     with pytest.raises(InputError, match=r"could not be run on 2 tokens to learn how it is cut"):
-        self_attentions(nn.Sequential(Attention()))
+        _ = self_attentions(nn.Sequential(Attention()))[0].layout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 50.0])
+def test_no_weights_hide_how_a_fused_projection_is_cut(scale: float, dtype: torch.dtype) -> None:
+    """Neither an output projection that starts at zero nor attention that sees one token alone."""
+    model = tiny("gpt2")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "attn.c_proj" in name or (scale and "attn." in name):
+                parameter.mul_(scale)
+    assert not any(site.layout.grouped for site in self_attentions(model.to(dtype)))
+
+
+def test_layouts_are_asked_of_the_layers_that_need_them() -> None:
+    class Unread(nn.Module):
+        head_dim, num_heads = 16, 4
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+
+    model = tiny("gpt2")
+    model.vision = Unread()
+    first, *_, unread = self_attentions(model)
+    assert not first.layout.grouped
+    with pytest.raises(InputError, match=r"'vision' is never run when.*e.g. model.transformer"):
+        _ = unread.layout
 
 
 def test_a_drift_folds_into_weights_and_biases() -> None:
@@ -103,3 +136,65 @@ def test_weights_come_outputs_first() -> None:
     c_attn = tiny("gpt2").transformer.h[0].attn.c_attn
     assert outputs_first(c_attn).shape == (192, 64)
     assert outputs_first(c_attn).data_ptr() == c_attn.weight.data_ptr()
+
+
+TEXT = {**SMALL, "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 16, "eos_token_id": 2}
+LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 32}
+VISION = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def latent_text() -> Any:
+    """Sees with attention as usual, reads with latent keys."""
+    groups = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16}
+    text = hf.DeepseekV3Config(**{**TEXT, "head_dim": 8}, **LATENT, **EXPERTS, **groups)
+    vision = hf.CLIPVisionConfig(**VISION, num_hidden_layers=2, num_attention_heads=4, patch_size=16)
+    return hf.LlavaForConditionalGeneration(hf.LlavaConfig(text_config=text, vision_config=vision))
+
+
+def shared_keys() -> Any:
+    kinds = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    sizes = {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 16, "laurel_rank": 8}
+    config = hf.Gemma3nTextConfig(**TEXT, **kinds, **sizes, activation_sparsity_pattern=None)
+    return hf.Gemma3nForCausalLM(config)
+
+
+def linear_and_full() -> Any:
+    model = tiny("llama", num_hidden_layers=3)
+    model.model.layers[1].self_attn.q_conv1d = nn.Conv1d(64, 64, 4, groups=64)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "left"),
+    [
+        (latent_text, "DeepseekV3Attention"),
+        (shared_keys, "Gemma3nTextAttention"),
+        (linear_and_full, "LlamaAttention"),
+    ],
+)
+def test_layers_that_cannot_be_coupled_are_not_skipped_in_silence(build: Any, left: str) -> None:
+    model = build()
+    with pytest.raises(InputError, match=rf"\({left}\).*cannot be coupled.*chooses among the 2 attention"):
+        hub.attach(model)
+    assert not hub.attached(model)
+    assert len(hub.attached(hub.attach(model, layers=range(2)))) == 2
+
+
+def test_linear_attention_is_not_taken_for_attention() -> None:
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_experts": 2}
+    model = hf.KimiLinearForCausalLM(hf.KimiLinearConfig(**TEXT, **kinds, **LATENT, **EXPERTS))
+    with pytest.raises(InputError, match=r"no self-attention.*found in KimiLinearForCausalLM"):
+        hub.attach(model)
+
+
+def test_a_model_that_also_sees_is_coupled_where_it_reads() -> None:
+    sizes = {**VISION, "depth": 1, "num_heads": 4, "out_hidden_size": 64, "num_position_embeddings": 16}
+    vision = {**sizes, "deepstack_visual_indexes": [0]}
+    model = hf.Qwen3VLModel(hf.Qwen3VLConfig(text_config={**TEXT}, vision_config=vision))
+    with pytest.raises(InputError, match=r"'visual.blocks.0.attn' is never run.*e.g. model.language_model"):
+        hub.attach(model)
+    assert not hub.attached(model)
+    assert len(hub.attached(hub.attach(model, layers=[-1]))) == 1
+    hub.detach(model)
+    assert len(hub.attached(hub.attach(model.language_model))) == 4

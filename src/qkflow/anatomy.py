@@ -1,17 +1,15 @@
 """Where the queries and keys are in a model that somebody else wrote.
 
 Attention is found by its structure: a module with a query and a key projection as children, or with one
-fused projection of queries, keys and values. The columns of a fused projection are not told by its name
-(GPT-2 and GPT-BigCode both call it `c_attn` and cut it differently), so the model itself is asked: altering
-a token's query must change nothing that other tokens read, altering its key or value must.
+fused projection of queries, keys and values, of which `qkflow.layouts` finds out how it is cut.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
+from qkflow.layouts import Layout, ask_layout
 
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
@@ -30,44 +29,13 @@ SEPARATE = (
     ("to_q", "to_k", "to_v"),
     ("q", "k", "v"),
 )
-OUTPUT = ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "o", "wo", "Wo", "to_out")
 FUSED = ("c_attn", "qkv_proj", "query_key_value", "Wqkv", "qkv")
 HEAD_SIZE = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "dim_per_head")
 HEAD_COUNT = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 CROSS = re.compile(r"cross_?att|encoder_attn|encdec", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The columns of a fused projection: `blocks`, all queries, then all keys, then all values; or
-    `grouped`, for each key head its queries, its key and its value (GPT-NeoX with one query a group)."""
-
-    heads: Heads
-    grouped: bool
-
-    def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(…, columns) -> q (…, H, D), k (…, G, D), v (…, G, D), all views."""
-        heads = self.heads
-        if self.grouped:
-            by_group = fused.view(*fused.shape[:-1], heads.keys, heads.group + 2, heads.size)
-            q, k, v = by_group.split((heads.group, 1, 1), dim=-2)
-            return q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)
-        by_head = fused.view(*fused.shape[:-1], -1, heads.size)
-        q, k, v = by_head.split((heads.queries, heads.keys, heads.keys), dim=-2)
-        return q, k, v
-
-    def join(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The inverse of `split`."""
-        if self.grouped:
-            q = q.unflatten(-2, (self.heads.keys, self.heads.group))
-            return torch.cat((q, k.unsqueeze(-2), v.unsqueeze(-2)), dim=-2).flatten(-3)
-        return torch.cat((q, k, v), dim=-2).flatten(-2)
-
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which columns of the output (rows of a Linear's weight) are queries, keys and values."""
-        columns = torch.arange((self.heads.queries + 2 * self.heads.keys) * self.heads.size)
-        q, k, v = (part.flatten() for part in self.split(columns))
-        return q, k, v
+LINEAR = re.compile(r"Delta|Lightning|Linear(Self)?Att")  # no softmax compares their queries and keys
+LATENT = ("q_a_proj", "q_b_proj", "wq_a", "wq_b", "linear_q")
+QUERIES = {*(names[0] for names in SEPARATE), *FUSED, *LATENT}  # children that only attention has
 
 
 @dataclass(frozen=True)
@@ -80,7 +48,12 @@ class Site:
     k: str
     v: str | None
     heads: Heads
-    layout: Layout | None = None  # where queries, keys and values are one fused projection
+    ask: Callable[[], Layout] | None = None  # where queries, keys and values are one fused projection
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """How a fused projection is cut, asked when it is needed: not every layer can be."""
+        return None if self.ask is None else self.ask()
 
     def rows(self, part: str) -> Tensor | slice:
         """Which outputs of its projection are the queries (`q`), the keys or the values."""
@@ -89,6 +62,7 @@ class Site:
 
 def self_attentions(model: nn.Module) -> list[Site]:
     """Every self-attention layer of `model`, in order; an error says what was found where there is none."""
+    refuse_meta(model)
     known: dict[tuple[Any, ...], Layout] = {}  # layers of one kind are cut alike, so one is asked
     sites = []
     for name, module, kind in candidates(model):
@@ -102,10 +76,32 @@ def self_attentions(model: nn.Module) -> list[Site]:
     return sites
 
 
+def overlooked(model: nn.Module, sites: list[Site]) -> list[str]:
+    """Layers with queries that are none of these: with latent keys, another layer's keys, or no softmax."""
+    seen = {module for site in sites for module in site.module.modules()}
+    names = []
+    for name, module in model.named_modules():
+        if module not in seen and any(part in QUERIES for part, _ in module.named_children()):
+            seen.update(module.modules())
+            names.append(f"'{name}' ({type(module).__name__})")
+    return names
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """An error if weights are missing, and not only away: accelerate's hooks fetch those it has offloaded."""
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not offloaded and any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError(
+            f"this {type(model).__name__} has no weights yet (it is on the meta device): load them first"
+        )
+
+
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
     """Modules that look like attention, with the names of their projections (one if fused)."""
     for name, module in model.named_modules():
         children = dict(module.named_children())
+        if LINEAR.search(type(module).__name__) or any(part.endswith("conv1d") for part in children):
+            continue
         for names in SEPARATE:
             if all(isinstance(children.get(part), nn.Module) for part in names[:2]):
                 yield name, module, names
@@ -155,6 +151,8 @@ def refuse_fixed_weights(projection: nn.Module, where: str) -> None:
             f"'{where}' is a {type(projection).__name__}, whose weights cannot be changed in place: merge "
             "LoRA adapters (merge_and_unload) or undo the quantisation first"
         )
+    if weight.is_meta:
+        raise InputError(f"the weights of '{where}' are offloaded: load the model into memory first")
 
 
 def refuse_unfoldable(site: Site) -> None:
@@ -209,10 +207,17 @@ def _fused_site(
             f"heads of size {size} with equally many keys and values: this family is not supported"
         )
     heads = _heads(count, keys, size)
-    kind = (type(module), fused, heads)
-    if kind not in known:
-        known[kind] = _ask_layout(model, name, module, fused, heads)
-    return Site(name, module, fused, fused, fused, heads, known[kind])
+
+    def ask() -> Layout:
+        plan: Any = getattr(module, "coupling_plan", None)
+        if plan is not None:  # asked before it was coupled
+            return plan.layout
+        kind = (type(module), fused, heads)
+        if kind not in known:
+            known[kind] = ask_layout(model, name, module, fused, heads)
+        return known[kind]
+
+    return Site(name, module, fused, fused, fused, heads, ask)
 
 
 def _heads(queries: int, keys: int, size: int) -> Heads:
@@ -255,88 +260,6 @@ def _nothing_found(model: nn.Module) -> str:
         f"Looked for {', '.join('/'.join(names[:2]) for names in SEPARATE)} or fused {', '.join(FUSED)}; "
         f"found: {found}"
     )
-
-
-def _ask_layout(model: nn.Module, name: str, module: nn.Module, fused: str, heads: Heads) -> Layout:
-    projection = module.get_submodule(fused)
-    if any(parameter.is_meta for parameter in projection.parameters()):
-        raise InputError(
-            f"'{name}.{fused}' has no weights yet (it is on the meta device), and how a fused projection is "
-            "cut is found out by running it: give the model its weights first"
-        )
-    for layout in (Layout(heads, grouped=False), Layout(heads, grouped=True)):
-        q, k, v = layout.rows()
-
-        def output(tokens: int, altered: Tensor | None = None) -> Tensor:
-            """What the last of `tokens` tokens gets when these columns of the first one are altered."""
-            return _attended(model, name, module, projection, tokens, altered)
-
-        # the other token never reads a query; it does read keys and values; alone, a key cannot matter
-        pair, single = output(2), output(1)
-        if (
-            torch.equal(output(2, q), pair)
-            and not torch.equal(output(2, k), pair)
-            and not torch.equal(output(2, v), pair)
-            and torch.equal(output(1, k), single)
-            and not torch.equal(output(1, v), single)
-        ):
-            return layout
-    raise InputError(
-        f"'{name}.{fused}' ({type(module).__name__}) cuts its columns in a way that is not known here: "
-        f"neither {heads.queries} query, {heads.keys} key and {heads.keys} value heads in turn, nor "
-        "each key head with its queries and value; this family is not supported"
-    )
-
-
-class _Reached(Exception):  # noqa: N818 - nothing went wrong
-    """The layer asked about has run; the rest of the model need not."""
-
-
-@torch.no_grad()
-def _attended(
-    model: nn.Module, name: str, module: nn.Module, projection: nn.Module, tokens: int, altered: Tensor | None
-) -> Tensor:
-    reached: list[Tensor] = []
-
-    def alter(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        if altered is None:
-            return out
-        out = out.clone()
-        out[:, 0, altered.to(out.device)] += 1
-        return out
-
-    def capture(_: nn.Module, __: Any, out: Any) -> None:
-        reached.append((out if isinstance(out, Tensor) else out[0])[:, -1])
-        raise _Reached
-
-    weight = next(model.parameters())
-    ids = torch.arange(1, 1 + tokens, device=weight.device).unsqueeze(0)
-    hooks = [projection.register_forward_hook(alter), module.register_forward_hook(capture)]
-    try:
-        with _evaluating(model):
-            model(input_ids=ids)
-    except _Reached:
-        return reached[0]
-    except Exception as error:
-        raise InputError(
-            f"'{name}' has one fused projection, and the model could not be run on {tokens} tokens to learn "
-            f"how it is cut ({type(error).__name__}: {error})"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    raise InputError(f"'{name}' is never run when the model reads tokens: leave it out")
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 Placement = dict[str, Any]  # device and dtype

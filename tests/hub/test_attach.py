@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 from families import BIDIRECTIONAL, FAMILIES, disturb, output, tiny, token_ids
-from qkflow import hub
+from qkflow import hub, pace
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 
@@ -93,6 +94,15 @@ def test_only_the_coupling_trains_when_the_base_is_frozen(capsys: pytest.Capture
     assert {name for name, p in model.named_parameters() if p.grad is not None} == {
         name for name, _ in model.named_parameters() if ".coupling." in name
     }
+
+
+def test_prompts_that_peft_has_put_into_a_layer_train_on() -> None:
+    from peft import AdaptionPromptConfig, get_peft_model
+
+    prompted = AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1)
+    model = hub.attach(get_peft_model(tiny("llama"), prompted), "affine", freeze_base=True)
+    trained = {name.rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert {"adaption_prompt", "adaption_gate"} <= trained
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -184,14 +194,17 @@ def test_accelerate_hooks_and_couplings_go_together(order: str) -> None:
     assert torch.equal(output(model, token_ids()), plain)
 
 
-def test_offloaded_models_run_coupled() -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_offloaded_models_run_coupled(family: str) -> None:
     from accelerate import cpu_offload
 
-    expected = output(hub.attach(tiny("llama"), "euler", seed=0), token_ids())
-    model = tiny("llama")
+    expected = output(hub.attach(tiny(family), "drift:step=0.7"), token_ids())
+    model = tiny(family)
     cpu_offload(model, execution_device="cpu")
-    hub.attach(model, "euler", seed=0)
+    hub.attach(model, "drift:step=0.7")
     torch.testing.assert_close(output(model, token_ids()), expected)
+    with pytest.raises(InputError, match=r"are offloaded: load the model into memory first"):
+        hub.merge(model)
 
 
 @pytest.mark.parametrize("coupling", ["affine", "euler", "uncoupled"])
@@ -313,12 +326,42 @@ def test_bad_input_is_said_plainly() -> None:
         hub.attach(tiny("llama"), "afine")
     with pytest.raises(InputError, match=r"unknown option of coupling 'drift'"):
         hub.attach(tiny("llama"), "drift", hidden=3)
-    with torch.device("meta"):
-        fused = hf.GPT2LMHeadModel(tiny("gpt2").config)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_without_weights_is_refused(family: str) -> None:
+    model = tiny(family).to("meta")
     with pytest.raises(InputError, match=r"no weights yet \(it is on the meta device\)"):
-        hub.attach(fused)
+        hub.attach(model)
     with pytest.raises(InputError, match=r"the model is on the meta device"):
-        hub.restart(fused)
+        hub.restart(model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_a_coupled_fused_layer_is_known_again(family: str, tmp_path: Path) -> None:
+    model = hub.attach(tiny(family), "euler", layers=[0], seed=0)
+    hub.save(model, tmp_path)
+    hub.attach(model, "drift", layers=[1])
+    assert [layer.coupling_plan.spec for _, layer in hub.attached(model)] == ["euler", "drift"]
+    with pytest.raises(InputError, match=r"already has the coupling 'euler': detach"):
+        hub.attach(model, "drift")
+    pace.param_groups(model, 1e-3, ratio=5)
+    pace.join_fused(model)
+    assert any("coupling" not in change.name for change in hub.restart(model, "symmetric=1", seed=0))
+    other = hub.attach(tiny(family), "drift", layers=[1])
+    assert len(hub.attached(hub.load(other, tmp_path))) == 2
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_shared_weights_are_not_merged(layers: list[int] | None) -> None:
+    model = tiny("llama")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight, second.k_proj.weight = first.q_proj.weight, first.k_proj.weight
+    hub.attach(model, "drift", step=0.7, layers=layers)
+    before = output(model, token_ids())
+    with pytest.raises(InputError, match=r"layers.0.self_attn.q_proj' shares its weights"):
+        hub.merge(model)
+    assert torch.equal(output(model, token_ids()), before)
 
 
 def test_a_layer_named_twice_is_coupled_once() -> None:

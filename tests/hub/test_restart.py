@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import transformers as hf
 
-from families import FAMILIES, FUSED, output, tiny, token_ids
+from families import FAMILIES, FUSED, GROUPED, output, tiny, token_ids
 from qkflow import hub
 from qkflow.anatomy import outputs_first, self_attentions
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
@@ -55,6 +58,59 @@ def test_standard_deviations_are_those_of_the_start() -> None:
         "model.layers.0.mlp.down_proj.weight": 256,
     }.items():
         assert after[name] == pytest.approx(0.7 / fan_in**0.5, rel=0.05), name
+
+
+WIDE: dict[str, Any] = {**GROUPED, "hidden_size": 256, "num_hidden_layers": 1, "num_experts_per_tok": 1}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_are_drawn_for_the_inputs_that_each_one_reads(transposed: bool) -> None:
+    if transposed:
+        config = hf.GptOssConfig(**{**WIDE, "intermediate_size": 32}, head_dim=16, num_local_experts=4)
+        model = hf.GptOssForCausalLM(config)
+        with pytest.raises(InputError, match=r"sinks.*Pass roles="):
+            hub.restart(model)
+    else:
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**WIDE, moe_intermediate_size=32, num_experts=4))
+    changes = hub.restart(model, "fan_in", seed=0, roles={"*sinks": "scoring"} if transposed else None)
+    after = {change.name.rpartition(".mlp.")[2]: change.after for change in changes}
+    router = "router.weight" if transposed else "gate.weight"
+    assert after[router] == pytest.approx(0.7 / 256**0.5, rel=0.1)
+    assert after["experts.gate_up_proj"] == pytest.approx(0.7 / 256**0.5, rel=0.05)
+    assert after["experts.down_proj"] == pytest.approx(0.7 / 32**0.5, rel=0.05)
+    assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+
+
+def test_parameters_of_other_kinds_keep_the_start_of_their_family() -> None:
+    model = hf.ApertusForCausalLM(hf.ApertusConfig(**GROUPED))
+    activation = model.model.layers[0].mlp.act_fn
+    before = activation.alpha_p.clone(), activation.alpha_n.clone()
+    assert before[0].any()
+    hub.restart(model, "gpt2", seed=0)
+    assert (activation.alpha_p, activation.alpha_n) == before
+
+
+def test_biases_of_experts_start_at_zero() -> None:
+    options = {
+        **WIDE,
+        "moe_num_experts": 4,
+        "moe_k": 1,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 0,
+    }
+    model = hf.Ernie4_5_MoeForCausalLM(hf.Ernie4_5_MoeConfig(**options))
+    hub.restart(model, "gpt2", seed=0)
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    assert any(bias.dim() == 2 for bias in biases)
+    assert not any(bias.any() for bias in biases)
+
+
+def test_patches_are_drawn_for_all_that_they_hold() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = hf.CLIPVisionModel(hf.CLIPVisionConfig(**sizes, image_size=32, patch_size=8))
+    after = {change.name: change.after for change in hub.restart(model, "fan_in", seed=0)}
+    name = next(name for name in after if name.endswith("patch_embedding.weight"))
+    assert after[name] == pytest.approx(0.7 / (3 * 8 * 8) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])

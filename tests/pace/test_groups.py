@@ -105,6 +105,18 @@ def test_split_weights_load_and_save_as_before() -> None:
     assert torch.equal(output(model, token_ids()), output(plain, token_ids()))
 
 
+def test_weights_are_split_again_after_they_were_joined() -> None:
+    model = tiny("gpt2")
+    keys = set(model.state_dict())
+    for _ in range(2):
+        pace.split_fused(model)
+        assert set(model.state_dict()) == keys
+        model.load_state_dict(tiny("gpt2").state_dict())
+        model = copy.deepcopy(model)
+        pace.join_fused(model)
+    assert {name for name, _ in model.named_parameters()} == {n for n, _ in tiny("gpt2").named_parameters()}
+
+
 def test_a_split_model_is_saved_as_any_other(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -205,6 +217,14 @@ class Foreign(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.seek, self.offer, self.rest = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def test_a_mapping_need_only_tell_what_is_not_known() -> None:
+    model = tiny("llama")
+    model.extra = nn.Linear(4, 4)
+    roles = pace.roles_of(model, {"extra.*": "mlp"})
+    assert roles["extra.weight"] == "mlp"
+    assert roles["model.layers.0.self_attn.q_proj.weight"] == "q"
 
 
 def test_any_module_by_a_mapping() -> None:

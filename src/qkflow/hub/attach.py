@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from qkflow.anatomy import Site, fold_drift, placement, refuse_unfoldable, self_attentions
+from qkflow.anatomy import Site, fold_drift, overlooked, placement, refuse_unfoldable, self_attentions
 from qkflow.attention import couplings
 from qkflow.attention.registry import Spec
 from qkflow.attention.starts import Draw, Start, Startable
 from qkflow.errors import InputError
 from qkflow.hub.coupled import CoupledAttention, couple_layer, uncouple_layer
 
-PEFT_PARTS = (".modules_to_save.", "prompt_encoder.")  # besides its adapter layers
+PEFT_PARTS = (".modules_to_save.", "prompt_encoder.", "adaption_prompt", "adaption_gate")  # beside layers
 
 
 def attach(
@@ -37,7 +38,8 @@ def attach(
         model = AutoModelForCausalLM.from_pretrained("gpt2")
         attach(model, "affine", hidden=16)            # the same as "affine:hidden=16"
 
-    layers         numbers of the attention layers, counted from 0 (negative: from the end); default all
+    layers         numbers of the attention layers that can be coupled, counted from 0 (negative: from the
+                   end); default all, which must be all that the model has
     start, seed    how the coupling's networks start; a seed makes it repeatable
     freeze_base    train the coupling alone
 
@@ -46,7 +48,7 @@ def attach(
     given = Spec.parse(coupling)
     spec = couplings.check(Spec(given.name, {**given.options, **options}))
     base = inner_model(model)  # names, and with them seeded starts, are those of the model itself
-    sites = _choose(self_attentions(base), layers)
+    sites = _choose(base, layers)
     for site in sites:
         refuse_coupled(site)
     seed = int(torch.randint(2**62, ())) if seed is None else seed
@@ -92,9 +94,21 @@ def merge(model: nn.Module) -> nn.Module:
                 "become weights: only 'drift' merges; keep the coupling attached and save it with hub.save"
             )
         refuse_unfoldable(sites[name])
+    _refuse_shared(model, (sites[name] for name, _ in layers))
     for name, layer in layers:
         fold_drift(sites[name], layer.coupling.fold())  # type: ignore[operator]
     return detach(model)
+
+
+def _refuse_shared(model: nn.Module, sites: Iterable[Site]) -> None:
+    """An error if query weights belong to other layers too, which would get the drift as well, or twice."""
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    for site in sites:
+        if any(owners[id(p)] > 1 for p in site.module.get_submodule(site.q).parameters()):
+            raise InputError(
+                f"'{site.name}.{site.q}' shares its weights with another layer, so no drift can be folded "
+                "into them: keep the coupling attached and save it with hub.save"
+            )
 
 
 def attached(model: nn.Module) -> list[tuple[str, CoupledAttention]]:
@@ -136,8 +150,16 @@ def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
     return trainable, added, total
 
 
-def _choose(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
+def _choose(model: nn.Module, layers: Iterable[int] | None) -> list[Site]:
+    sites = self_attentions(model)
     if layers is None:
+        left = overlooked(model, sites)
+        if left:
+            raise InputError(
+                f"{', '.join(left[:3])}{f' and {len(left) - 3} more' if len(left) > 3 else ''} cannot be "
+                "coupled, having no keys of their own or no softmax: layers=… chooses among the "
+                f"{len(sites)} attention layers that can, e.g. layers=range({len(sites)}) for all of them"
+            )
         return sites
     try:
         numbers = [operator.index(layer) for layer in layers]
@@ -154,6 +176,7 @@ def _choose(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
 
 
 def refuse_coupled(site: Site) -> None:
+    """An error unless this layer can be given a coupling."""
     if isinstance(site.module, CoupledAttention):
         raise InputError(
             f"'{site.name}' already has the coupling '{site.module.coupling_plan.spec}': detach(model) first"
@@ -165,6 +188,7 @@ def refuse_coupled(site: Site) -> None:
             f"the forward of '{site.name}' has been replaced on the layer itself, so a coupling would never "
             "run: attach first, then add what replaced it"
         )
+    _ = site.layout  # asks the model, which may not know
 
 
 @torch.no_grad()

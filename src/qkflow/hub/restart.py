@@ -17,7 +17,7 @@ from qkflow.anatomy import Site, outputs_first, refuse_fixed_weights, self_atten
 from qkflow.attention.circuits import FactorisedOV, FactorisedQK
 from qkflow.attention.starts import Draw, Start, fill
 from qkflow.errors import InputError
-from qkflow.pace.groups import roles_of
+from qkflow.pace.groups import Roles, roles_of
 
 # the second half of a feed-forward, by the names it goes by
 RESIDUAL = re.compile(
@@ -36,7 +36,9 @@ class Change:
 
 
 @torch.no_grad()
-def restart(model: nn.Module, start: str | Start = "gpt2", *, seed: int | None = None) -> list[Change]:
+def restart(
+    model: nn.Module, start: str | Start = "gpt2", *, seed: int | None = None, roles: Roles | None = None
+) -> list[Change]:
     """Start every matrix and bias of a fresh `transformers` model again, in place; what changed.
 
         model = AutoModelForCausalLM.from_config(config)
@@ -44,29 +46,32 @@ def restart(model: nn.Module, start: str | Start = "gpt2", *, seed: int | None =
 
     start    `gpt2`, `fan_in`, `symmetric=c` (on `fan_in`; `gpt2+symmetric=c` on the other), `mimetic`
     seed     repeats a start exactly
+    roles    what parameters of unknown names are, e.g. {"*.sinks": "scoring"}, as in `pace.param_groups`
 
     Whatever the model has learned is lost: this is for models that have not been trained.
     """
     parsed = Start.parse(start)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError("the model is on the meta device, with no weights to start: give it memory first")
-    sites, roles = self_attentions(model), roles_of(model)
+    sites, known = self_attentions(model), roles_of(model, roles)
     layers = [
-        (site, *_projections(model, site, roles)) for site in sites
+        (site, *_projections(model, site, known)) for site in sites
     ]  # all checked before any is changed
     parameters = dict(model.named_parameters())
     before = {name: _std(parameter) for name, parameter in parameters.items()}
     seed = int(torch.randint(2**62, ())) if seed is None else seed
     for name, parameter in parameters.items():
-        if roles[name] in ("mlp", "embed", "head") and parameter.dim() > 1:
-            _restart_matrix(model, name, parameter, Draw(parsed, seed, len(sites), name))
-        elif roles[name] not in ("norm", "qk_norm", "coupling") and parameter.dim() == 1:
+        if known[name] in ("norm", "qk_norm", "coupling"):
+            continue
+        if name.endswith("bias"):  # of experts, they come as one matrix
             parameter.zero_()
+        elif known[name] in ("mlp", "embed", "head") and parameter.dim() > 1:
+            _restart_matrix(model, name, parameter, Draw(parsed, seed, len(sites), name))
     for site, v, o in layers:
         _restart_attention(site, v, o, Draw(parsed, seed, len(sites), site.name))
     after = {name: _std(parameter) for name, parameter in parameters.items()}
     return [
-        Change(name, roles[name], before[name], after[name])
+        Change(name, known[name], before[name], after[name])
         for name in parameters
         if before[name] != after[name]
     ]
@@ -108,16 +113,25 @@ def _restart_attention(site: Site, v: nn.Module, o: nn.Module, draw: Draw) -> No
 def _restart_matrix(model: nn.Module, name: str, parameter: Tensor, draw: Draw) -> None:
     owner = model.get_submodule(name.rpartition(".")[0])
     residual = RESIDUAL.search(name) is not None
-    if isinstance(owner, nn.Embedding):
-        fan_in = owner.embedding_dim  # tied, it is the output matrix, whose fan-in is the width
-    elif isinstance(owner, nn.Linear) or hasattr(owner, "nf"):
-        fan_in = outputs_first(owner).shape[1]
-    else:
-        # experts as one tensor come in either orientation; a first half is narrow where a second half is wide
-        fan_in = (max if residual else min)(parameter.shape[-2:])
+    fan_in = _fan_in(owner, parameter, residual)
     fill(parameter, draw.matrix("weight", parameter.shape, fan_in, residual=residual).to(parameter.device))
     if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
         parameter[owner.padding_idx] = 0
+
+
+def _fan_in(owner: nn.Module, parameter: Tensor, residual: bool) -> int:
+    if isinstance(owner, nn.Embedding):
+        return owner.embedding_dim  # tied, it is the output matrix, whose fan-in is the width
+    if hasattr(owner, "nf"):
+        return outputs_first(owner).shape[1]
+    if hasattr(owner, "kernel_size"):  # a convolution
+        return parameter[0].numel()
+    # one for each expert, of which some families keep the transpose: the width is the input of a first half
+    # and the output of a second
+    outputs, inputs = parameter.shape[-2:]
+    width = getattr(owner, "hidden_dim", getattr(owner, "hidden_size", None))
+    transposed = parameter.dim() > 2 and width == (inputs if residual else outputs)
+    return outputs if transposed else inputs
 
 
 def _std(parameter: Tensor) -> float:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qkflow.anatomy import Layout, candidates, self_attentions
+from qkflow.anatomy import candidates, self_attentions
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
+from qkflow.layouts import Layout
 
 PARTS = ("q", "k", "v")  # of original0, original1, original2, as `parametrize` names them
 
@@ -52,8 +53,10 @@ def split_fused(model: nn.Module) -> list[str]:
         for tensor, dim in _fused_tensors(module):
             parametrize.register_parametrization(module, tensor, Parts(layout, dim).to(_device(module)))
             done.append(f"{name}.{tensor}")
-        module.register_state_dict_post_hook(_save_fused)
-        module.register_load_state_dict_pre_hook(_load_fused)
+        vars(module)["fused_hooks"] = (
+            module.register_state_dict_post_hook(_save_fused),
+            module.register_load_state_dict_pre_hook(_load_fused),
+        )
     return done
 
 
@@ -62,6 +65,8 @@ def join_fused(model: nn.Module) -> None:
     for module in model.modules():
         for tensor in _split_tensors(module):
             parametrize.remove_parametrizations(module, tensor, leave_parametrized=True)
+        for hook in vars(module).pop("fused_hooks", ()):
+            hook.remove()
 
 
 def is_split(module: nn.Module) -> bool:

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qkflow.anatomy import OUTPUT, candidates
+from qkflow.anatomy import candidates
 from qkflow.errors import InputError, unknown
+from qkflow.layouts import OUTPUT
 from qkflow.pace.fused import PARTS, split_fused
 from qkflow.roles import ROLES, has_roles, parameter_roles
 
@@ -52,15 +53,12 @@ Roles = Mapping[str, str] | Callable[[str], str | None]
 def roles_of(model: nn.Module, roles: Roles | None = None) -> dict[str, str]:
     """The role of every parameter by name.
 
-    Our own models declare them; `transformers` models are read by structure and by known names; for any
-    other, `roles` maps name patterns (`"*.wq.*": "q"`) or names, through a function, to roles.
+    Our own models declare them; `transformers` models are read by structure and by known names; for what
+    neither tells, `roles` maps name patterns (`"*.wq.*": "q"`) or names, through a function, to roles.
     """
+    found: dict[str, str | None] = {**parameter_roles(model)} if has_roles(model) else _roles_read(model)
     if roles is not None:
-        found = _roles_given(model, roles)
-    elif has_roles(model):
-        return parameter_roles(model)
-    else:
-        found = _roles_read(model)
+        found |= {name: role for name, role in _roles_given(model, roles).items() if role is not None}
     lost = [name for name, role in found.items() if role is None]
     if lost:
         shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
@@ -171,7 +169,7 @@ def param_groups(
     qk            the roles that count as QK: the projections (q, k, qk) and, if added, "qk_norm", "coupling"
     embed_ratio   of the embeddings' learning rate, 1 unless it is to be studied
     weight_decay, decay   how much, and of which parameters: "matrices" or "all"
-    roles         for models that are neither ours nor like those of `transformers`: patterns to roles
+    roles         patterns to roles, for parameters that are neither ours nor known from `transformers`
     fused         "split" gives the parts of a fused QKV weight parameters of their own, in place
                   (`split_fused`; state dicts keep their form), "refuse" raises an error instead
 
