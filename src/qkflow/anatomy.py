@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from qkflow.attention import Attention
 from qkflow.attention.heads import Heads
 from qkflow.errors import InputError
 from qkflow.layouts import Layout, ask_layout
@@ -63,6 +64,11 @@ class Site:
 def self_attentions(model: nn.Module) -> list[Site]:
     """Every self-attention layer of `model`, in order; an error says what was found where there is none."""
     refuse_meta(model)
+    if any(isinstance(module, Attention) for module in model.modules()):
+        raise InputError(
+            "this is a qkflow model, whose coupling and start are part of it: build it with "
+            "QKFlowConfig(attention={'coupling': …}, start=…), or train it with qkflow train --coupling"
+        )
     known: dict[tuple[Any, ...], Layout] = {}  # layers of one kind are cut alike, so one is asked
     sites = []
     for name, module, kind in candidates(model):

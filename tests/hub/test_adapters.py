@@ -153,3 +153,20 @@ def test_a_save_that_is_cut_short_leaves_one_whole_coupling(
         hub.save(models["new"], tmp_path)
     loaded = hub.load(tiny("llama"), tmp_path)
     assert torch.equal(output(loaded, token_ids()), output(models[survivor], token_ids()))
+
+
+def test_layers_that_share_a_coupling_are_saved_each(tmp_path: Path) -> None:
+    model = hub.attach(tiny("llama"), "euler", seed=0)
+    first, second = (layer for _, layer in hub.attached(model))
+    second.coupling = first.coupling
+    expected = output(model, token_ids())
+    hub.save(model, tmp_path)
+    assert torch.equal(output(hub.load(tiny("llama"), tmp_path), token_ids()), expected)
+
+
+def test_our_own_models_have_their_coupling_in_their_config(tmp_path: Path) -> None:
+    hub.save(hub.attach(tiny("llama"), "affine"), tmp_path)
+    ours = hub.QKFlowForCausalLM(hub.QKFlowConfig(vocabulary=96, layers=2, width=64, heads=4))
+    for attempt in (lambda: hub.attach(ours), lambda: hub.load(ours, tmp_path), lambda: hub.restart(ours)):
+        with pytest.raises(InputError, match=r"this is a qkflow model, whose coupling and start"):
+            attempt()

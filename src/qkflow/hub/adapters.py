@@ -40,7 +40,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     tensors: dict[str, Tensor] = {}
     for name, layer in layers:
         for key, value in active_coupling(layer).state_dict().items():
-            tensors[f"{name}.coupling.{key}"] = value.detach().cpu().contiguous()
+            # a copy: a model that ties its layers ties their couplings too, which safetensors refuses
+            tensors[f"{name}.coupling.{key}"] = value.detach().cpu().contiguous().clone()
     config = {
         "format": FORMAT,
         "base_model": getattr(getattr(model, "config", None), "name_or_path", ""),
