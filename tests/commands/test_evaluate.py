@@ -93,5 +93,5 @@ def test_what_is_missing_is_said_in_one_sentence(place: Path, monkeypatch: pytes
         cli.run([*asked, "rhymes", "--include", "nowhere"])
     elsewhere = place / "moved.yaml"
     elsewhere.write_text(TASK.format(data=place / "gone.jsonl"))
-    with pytest.raises(InputError, match=r"questions of .*moved.yaml cannot be read .* a local copy"):
+    with pytest.raises(InputError, match=r"questions of .*moved.yaml' cannot be read .*gone.jsonl"):
         cli.run([*asked, str(elsewhere)])
