@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from qkflow import console, hub
-from qkflow.bench.contestants import TURNS, share_weights
+from qkflow.bench.contestants import share_weights
 from qkflow.bench.timing import interleave
 
 Job = Callable[[], object]
@@ -98,7 +98,7 @@ def main(
     batch: int = 4,
     length: int = 256,
     prompts: str = "1",
-    new_tokens: int = 8,
+    new_tokens: int = 32,
     rounds: int = 15,
     threads: int = 1,
     json: bool = False,
@@ -108,7 +108,7 @@ def main(
     plain: Any = llama(layers, vocabulary)
     coupled = {name: hub.attach(copy_of(plain, plain), name, seed=0) for name in couplings.split(",")}
     later = {name: moved(copy_of(model, plain)) for name, model in coupled.items()}
-    turns = rounds * TURNS["decode"]  # of generation, whose calls are short
+    turns = 4 * rounds  # of generation, whose calls are shorter
     works: dict[str, tuple[dict[str, Any], int, Callable[[Any], Job]]] = {
         f"training step, {batch}×{length} tokens": (
             later, rounds, lambda model: training(model, batch, length)

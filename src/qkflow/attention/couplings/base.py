@@ -180,38 +180,44 @@ class _Kept(Generic[Made]):
             for owner in (module._modules, module._parameters, module._buffers)
             for name, part in owner.items()
         ]
-        self.tensors = [part for _, _, part in self.parts if isinstance(part, Tensor)]
-        self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self.state = self._state()
-        self.print = self._fingerprint()
+        tensors = [(owner, name, part) for owner, name, part in self.parts if isinstance(part, Tensor)]
+        self.counted = [(*place, place[2]._version) for place in tensors if not place[2].is_inference()]
+        self.tensors = [tensor for _, _, tensor in tensors]
+        self.weighed = [_weighed(tensor) for tensor in self.tensors]
+        self.places, self.print = self._places(), self._fingerprint()
 
     def holds(self, sources: tuple[nn.Module | None, ...], in_midst: bool) -> bool:
         """Whether nothing was exchanged or changed since.
 
         Fused optimizers and writing through `.data` leave no trace but in the values. So those are looked at
-        too, but in the midst of a text.
+        too, but in the midst of a text, where every token asks, only what PyTorch has recorded.
         """
         if not all(map(operator.is_, self.sources, sources)):
             return False
-        for owner, name, part in self.parts:
-            if owner.get(name) is not part:
+        for owner, name, tensor, version in self.counted:
+            if owner.get(name) is not tensor or tensor._version != version:
                 return False
-        if self._state() != self.state:
-            return False
-        return in_midst or torch.equal(self._fingerprint(), self.print)
+        return in_midst or (
+            all(owner.get(name) is part for owner, name, part in self.parts)
+            and self._places() == self.places
+            and torch.equal(self._fingerprint(), self.print)
+        )
 
-    def _state(self) -> tuple[list[int], list[int]]:
-        """Where the tensors lie, and how often they were changed, where that is counted."""
-        return [tensor.data_ptr() for tensor in self.tensors], [tensor._version for tensor in self.counted]
+    def _places(self) -> list[int]:
+        """Where in memory the tensors lie."""
+        return [tensor.data_ptr() for tensor in self.tensors]
 
     def _fingerprint(self) -> Tensor:
         """A weighted sum of every row of every tensor, in which each place counts differently."""
-        rows = []
-        for tensor in self.tensors:
-            values = tensor.detach().float() if tensor.dtype.itemsize < 4 else tensor.detach()
-            places = torch.linspace(1, 2, values.shape[-1] if values.dim() else 1).to(values)
-            rows.append((values.reshape(-1, len(places)) @ places).float())
+        rows = [(m.float() if m.dtype.itemsize < 4 else m) @ places for m, places in self.weighed]
         return torch.cat(rows) if rows else torch.empty(0)
+
+
+def _weighed(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor as rows, and what each place of a row counts."""
+    matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    exact = torch.promote_types(torch.float32, matrix.dtype)
+    return matrix, torch.linspace(1, 2, matrix.shape[1], dtype=exact, device=matrix.device)
 
 
 def refuse_offloaded(weight: Tensor, x: Tensor, around: str) -> None:
