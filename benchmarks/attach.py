@@ -8,7 +8,7 @@ turns in one process (`qkflow.bench.timing`). All have the very same weights, si
 happen to lie can count for more than a coupling. Every number is time relative to the unattached model: 1.02
 is 2% slower, with a 95% interval. Training moves the couplings away from their start, and one that starts as
 the identity costs more from then on, so generation is measured as attached and once more with all added
-weights moved.
+weights moved; likewise a single token, over and over, which is most of generation and easiest to tell apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import tyro
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from qkflow import console, hub
@@ -91,6 +91,23 @@ def generation(model: Any, prompts: int, tokens: int) -> Job:
     return run
 
 
+def writing(model: Any) -> Job:
+    """One token in the midst of a text: what `generate` does again and again, in turns short enough to tell
+    small differences from the machine's moods."""
+    model.eval()
+    cache = DynamicCache(config=model.config)
+    text, token = torch.randint(1, model.config.vocab_size, (1, 17)).split((16, 1), dim=1)
+    with torch.no_grad():
+        model(input_ids=text, past_key_values=cache, use_cache=True)
+
+    @torch.no_grad()
+    def run() -> None:
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    return run
+
+
 def main(
     couplings: str = "affine,drift,euler",
     layers: int = 4,
@@ -118,6 +135,8 @@ def main(
         for state, models in (("as attached", coupled), ("moved", later)):
             name = f"generate, {count} prompt{'s' if count > 1 else ''}, {state}"
             works[name] = (models, turns, lambda model, count=count: generation(model, count, new_tokens))
+    for state, models in (("as attached", coupled), ("moved", later)):
+        works[f"one token in the midst of a text, {state}"] = models, 20 * rounds, writing
     result: dict[str, Any] = {}
     with console.progress() as bar:
         task = bar.add_task("interleaving", total=sum(times for _, times, _ in works.values()))
