@@ -34,7 +34,7 @@ class ByHand(torch.autograd.Function):
 
     @classmethod
     def call(cls, *inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or _looked_into():
+        if torch.compiler.is_compiling() or looked_into():
             return cls.plain(*inputs)
         # `apply` takes tens of microseconds before anything is computed, which a model that writes one token
         # at a time would feel in every layer
@@ -82,7 +82,7 @@ class ByHand(torch.autograd.Function):
         return tuple(next(found) if need else None for need in ctx.needs_input_grad)
 
 
-def _looked_into() -> bool:
+def looked_into() -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation wants to see every operation."""
     transformed: bool = torch._C._are_functorch_transforms_active()
     return transformed or forward_ad._current_level >= 0

@@ -57,6 +57,25 @@ def test_equals_its_reference_forward_and_backward(spec: str, kind: str) -> None
             assert ((a - b).abs().max() / scale).item() <= 1e-12
 
 
+@pytest.mark.parametrize("spec", [*SPECS, "euler:n=2:folded=true", "leapfrog:folded=true"])
+def test_any_layout_in_memory_and_no_tokens_at_all(spec: str) -> None:
+    coupling = make(spec, "gqa")
+    given = tokens(coupling.heads, batch=2, length=3)
+    layouts = [tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given)]  # (B, H, T, D)
+    layouts += [tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in given)]  # (T, B, H, D)
+    layouts += [tuple(x[:1].expand(2, -1, -1, -1) for x in given), tuple(x[:, :0] for x in given)]
+    for q, k in layouts:
+        inputs = [q.detach().requires_grad_(), k.detach().requires_grad_(), *coupling.parameters()]
+        runs = []
+        for form in (coupling, coupling.reference):
+            out = form(*inputs[:2])
+            signal = [x.detach().cos() for x in out]
+            runs.append((*out, *torch.autograd.grad(out, inputs, signal, materialize_grads=True)))
+        for a, b in zip(*runs, strict=True):
+            scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * scale)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("spec", SPECS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from torch import nn
+from torch import Tensor, nn
 
 from families import BIDIRECTIONAL, FAMILIES, disturb, output, tiny, token_ids
 from qkflow import hub, pace
@@ -454,3 +454,30 @@ def test_a_forward_replaced_on_the_layer_is_refused() -> None:
     layer.forward = layer.forward
     with pytest.raises(InputError, match=r"forward of .* has been replaced"):
         hub.attach(model)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, where PyTorch has no rule yet
+@pytest.mark.parametrize("coupling", ["affine", "drift", "euler", "euler:n=3", "leapfrog"])
+def test_transforms_of_functions_in_evaluation(coupling: str) -> None:
+    """An ensemble of models at once, and derivatives forwards, where nothing wants a gradient."""
+    models = [hub.attach(tiny("llama"), coupling, seed=0) for _ in range(2)]
+    for model in models:
+        disturb(model)
+        model.set_attn_implementation("eager")  # which PyTorch differentiates forwards
+    layers = [model.model.layers[0].self_attn.eval() for model in models]
+    states = torch.func.stack_module_state(layers)
+    x, angles = torch.randn(1, 5, 64), torch.randn(1, 5, 16)
+    options = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
+
+    def run(parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(layers[0], (parameters, buffers), (x,), options)[0]
+        return out
+
+    with torch.no_grad():
+        alone = torch.stack([layer(x, **options)[0] for layer in layers])
+        together = torch.func.vmap(run, (0, 0, None))(*states, x)
+        torch.testing.assert_close(together, alone)
+        step = 1e-3
+        ahead, behind = (layers[0](x + sign * step * x.cos(), **options)[0] for sign in (1, -1))
+        slope = torch.func.jvp(lambda x: layers[0](x, **options)[0], (x,), (x.cos(),))[1]
+    torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-2, atol=1e-3)

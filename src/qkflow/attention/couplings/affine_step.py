@@ -47,7 +47,7 @@ class Network(NamedTuple):
         latent = F.silu(u)
         if self.b2 is not None:
             latent = torch.cat((latent, torch.ones_like(u[:, :1])), dim=1)
-        return latent.view(targets, -1, u.shape[-1])
+        return latent.view(targets, latent.shape[0] * latent.shape[1] // targets, u.shape[-1])
 
     def rows(self, targets: int) -> Tensor:
         """What latents say, s beside t (targets, ρ, 2D): a target hears the mean of its networks."""
@@ -136,7 +136,8 @@ class _Half(NamedTuple):
         slope = 4 * bound  # of bound·tanh(s) in s, beside sigmoid'
         to_latent = torch.bmm(shift, to_out.transpose(1, 2))
         to_latent.baddbmm_(scale, to_s.transpose(1, 2), alpha=slope)
-        to_u = torch.ops.aten.silu_backward(to_latent.view(count, -1, tokens)[:, :hidden], self.u)
+        spoken = hidden + (network.b2 is not None)
+        to_u = torch.ops.aten.silu_backward(to_latent.view(count, spoken, tokens)[:, :hidden], self.u)
         share = len(target) / count
         to_scale = torch.bmm(self.latent, to_s).mul_(share * slope)
         to_shift = torch.bmm(self.latent, to_out)
@@ -163,8 +164,8 @@ def _listen_back(
     source: Tensor, network: Network, to_u: Tensor, to_source: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """What reaches W1 and b1; what reaches the source is added to what has reached it already."""
-    to_latents = to_u.reshape(len(source), -1, to_u.shape[-1])
     w1 = network.w1.reshape(len(source), -1, source.shape[-1])
+    to_latents = to_u.reshape(*w1.shape[:2], to_u.shape[-1])
     to_source.baddbmm_(to_latents.transpose(1, 2), w1)
     to_w1 = torch.bmm(to_latents, source).view(network.w1.shape)
     return to_w1, None if network.b1 is None else to_u.sum(-1)

@@ -134,7 +134,7 @@ class LatentAtRest(AtRest):
 
     def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
         to_keys = self.to_keys
-        if to_keys is None or latents.numel() > latents.shape[-1]:
+        if to_keys is None or latents.numel() != latents.shape[-1]:
             return super().within(q, k, latents)
         # one token is over so soon that a batched product, and each look at a tensor, would be felt
         keys, kicks = k.view(1, -1), latents.view(1, -1)

@@ -161,7 +161,9 @@ class _Couple(ByHand):
     def forward(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         g = _Given(*given)
         path = g.path(*g.entries(q, k))
-        q_out = q.clone() if g.folded else add_drift(q, k, g.total).contiguous()
+        # laid out token by token, for `by_head` to be a view of it
+        layout = {"memory_format": torch.contiguous_format}
+        q_out = q.clone(**layout) if g.folded else add_drift(q, k, g.total).contiguous(**layout)
         if path.area is not None:
             by_head(q_out).baddbmm_(_per_query(path.area, q, k).transpose(1, 2), g.exit_q)
         return q_out, _added(k, path.beta, g.exit_k)
@@ -184,7 +186,7 @@ class _Couple(ByHand):
         back = adjoint(g.rule, path, u, g.mix, g.pull, to_beta, to_area)
 
         per_query = g.w1.view(q.shape[2], -1, g.w1.shape[2])
-        to_u = back.u.reshape(q.shape[2], -1, back.u.shape[-1])
+        to_u = back.u.reshape(*per_query.shape[:2], back.u.shape[-1])
         to_w1 = torch.bmm(to_u, by_head(q)).view_as(g.w1)
         to_rows = None
         grad_q = _added(to_q, to_u, per_query)
