@@ -50,3 +50,19 @@ def test_shapes_can_be_asked_of_a_model_without_weights(coupling: str) -> None:
     assert model(input_ids=token_ids().to("meta")).logits.shape == (*token_ids().shape, 96)
     with torch.no_grad():
         assert output(model, token_ids().to("meta")).shape == (*token_ids().shape, 96)
+
+
+def test_bfloat16_models_get_bfloat16_couplings() -> None:
+    model = tiny("llama").to(torch.bfloat16)
+    before = output(model, token_ids())
+    hub.attach(model, "affine")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(output(model, token_ids()), before)
+
+
+def test_mixed_precision_keeps_the_projections_precision() -> None:
+    model = hub.attach(tiny("llama"), "euler")
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=token_ids(), labels=token_ids()).loss
+    loss.backward()
+    assert torch.isfinite(loss)
