@@ -23,7 +23,7 @@ from qkflow.attention.registry import Spec
 
 def one(text: Path, model: str, variant: str, *, steps: int, lr: float, length: int, seed: int) -> float:
     network, tokenizer = model_and_tokenizer(model, seed)
-    rows, rest = blocks(text, tokenizer, length)
+    rows, rest = blocks(text, tokenizer, length, network)
     callbacks: tuple[hub.PaceCallback, ...] = ()
     if variant.startswith("ratio="):
         callbacks = (hub.PaceCallback(variant.removeprefix("ratio=")),)

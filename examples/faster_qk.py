@@ -29,7 +29,7 @@ def main(
     seed: int = 0,
 ) -> None:
     network, tokenizer = model_and_tokenizer(model, seed)
-    rows, rest = blocks(text, tokenizer, length)
+    rows, rest = blocks(text, tokenizer, length, network)
     train(network, rows, steps=before, lr=lr, seed=seed)
     print(f"after {before} steps at one rate: {held_out(network, rest):.4f}")
     for name, callbacks in {"at one rate": (), f"QK at ratio {ratio}": (hub.PaceCallback(ratio),)}.items():

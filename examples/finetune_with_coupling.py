@@ -32,8 +32,10 @@ def main(
 ) -> None:
     if out.exists():  # what is left of another model there would be loaded with this one
         raise InputError(f"'{out}' exists already: give --out a folder that does not")
+    out.mkdir(parents=True)  # now, lest training be lost for want of a place
+    out.rmdir()
     network, tokenizer = model_and_tokenizer(model, seed)
-    rows, rest = blocks(text, tokenizer, length)
+    rows, rest = blocks(text, tokenizer, length, network)
     print(f"held-out loss as it comes: {held_out(network, rest):.4f}")
 
     hub.attach(network, coupling, seed=seed, freeze_base=freeze)

@@ -30,9 +30,12 @@ def run(main: Callable[..., None]) -> None:
     """Call `main` with the command line's arguments; what is wrong with them is said in one sentence."""
     try:
         tyro.cli(main)
-    except InputError as error:
+    except (InputError, ValueError, OSError) as error:  # the Trainer's own words on its arguments among them
         print(error, file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped: nothing was written", file=sys.stderr)
+        sys.exit(130)
 
 
 def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
@@ -56,8 +59,15 @@ def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_config(config), fast_tokenizer(ByteTokenizer())
 
 
-def blocks(text: Path, tokenizer: Any, length: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def blocks(
+    text: Path, tokenizer: Any, length: int, model: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A text file as blocks of tokens: the first nine tenths to train on, the rest held out."""
+    longest = getattr(model.config, "max_position_embeddings", length)
+    if length > longest:
+        raise InputError(f"the model reads {longest} tokens at most: give --length {longest} or less")
+    if length < 2:
+        raise InputError(f"a block of {length} tokens has no token to predict: give --length 2 or more")
     try:
         tokens = tokenizer(text.read_text("utf-8"))["input_ids"]
     except (OSError, UnicodeDecodeError) as error:

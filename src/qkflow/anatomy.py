@@ -151,11 +151,19 @@ def refuse_fixed_weights(projection: nn.Module, where: str) -> None:
     plain = isinstance(projection, nn.Linear) or hasattr(projection, "nf")
     weight = getattr(projection, "weight", None)
     if parametrize.is_parametrized(projection):
-        raise InputError(f"'{where}' is split into parts (pace.split_fused): call pace.join_fused first")
+        raise InputError(
+            f"'{where}' is parametrized: call pace.join_fused first if pace.split_fused did it, else "
+            "torch.nn.utils.parametrize.remove_parametrizations"
+        )
     if not plain or not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise InputError(
             f"'{where}' is a {type(projection).__name__}, whose weights cannot be changed in place: merge "
             "LoRA adapters (merge_and_unload) or undo the quantisation first"
+        )
+    if "weight" not in projection._parameters:
+        raise InputError(
+            f"the weight of '{where}' is made anew in every call (by pruning, weight_norm or spectral_norm): "
+            "make that permanent first"
         )
     if weight.is_meta:
         raise InputError(f"the weights of '{where}' are offloaded: load the model into memory first")

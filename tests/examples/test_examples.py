@@ -106,3 +106,26 @@ def test_comparing(run: Run, text: Path) -> None:
     assert [row[0] for row in rows] == ["standard", "symmetric=1", "drift", "ratio=5"]
     assert rows[0][2] == "+0.0000"
     assert all(row[2] != "+0.0000" for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--length", 1), "a block of 1 tokens has no token to predict"),
+        (("--length", 512, "--model", "gpt2-shape"), "the model reads 256 tokens at most"),
+        (("--lr", "nan", "--length", 32), "learning rate"),
+        (("--out", "text.txt/x"), "Not a directory"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before(
+    run: Run,
+    text: Path,
+    arguments: tuple[object, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(text.parent)
+    with pytest.raises(SystemExit, match="2"):
+        run("finetune_with_coupling.py", text, *arguments)
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from families import disturb, output, tiny, token_ids
 from qkflow import hub
@@ -178,3 +182,37 @@ def test_transforms_of_functions_in_evaluation(coupling: str) -> None:
         ahead, behind = (layers[0](x + sign * step * x.cos(), **options)[0] for sign in (1, -1))
         slope = torch.func.jvp(lambda x: layers[0](x, **options)[0], (x,), (x.cos(),))[1]
     torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("coupling", ["affine", "euler", "leapfrog"])
+def test_selective_checkpointing_may_keep_products(coupling: str) -> None:
+    kept = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]
+
+    def policy(context: object, operation: object, *args: object, **options: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = hub.attach(tiny("llama"), coupling, seed=0)
+    disturb(model)
+    found = []
+    for options in ({}, {"context_fn": partial(create_selective_checkpoint_contexts, policy)}):
+        model.zero_grad()
+        checkpoint(
+            lambda: model(input_ids=token_ids(), labels=token_ids()).loss, use_reentrant=False, **options
+        ).backward()
+        found.append([p.grad.clone() for _, layer in hub.attached(model) for p in layer.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "remake",
+    [lambda layer: prune.l1_unstructured(layer, "weight", 0.5), parametrizations.weight_norm],
+    ids=["pruned", "weight_norm"],
+)
+def test_a_weight_that_is_made_anew_is_not_merged(remake: Callable[[nn.Module], object]) -> None:
+    model = hub.attach(tiny("llama"), "drift")
+    for _, layer in hub.attached(model):
+        remake(layer.q_proj)
+    before = output(model, token_ids())
+    with pytest.raises(InputError, match=r"made anew in every call|is parametrized"):
+        hub.merge(model)
+    assert torch.equal(output(model, token_ids()), before)

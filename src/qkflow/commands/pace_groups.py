@@ -101,8 +101,8 @@ def open_shape(name: str) -> nn.Module:
         causal = type(config) in AutoModelForCausalLM._model_mapping
         with torch.device("meta"):
             return (AutoModelForCausalLM if causal else AutoModel).from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever the config makes it run into
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(
             f"'{name}' is not a preset ({', '.join(PRESETS)}), nor a model that can be opened: {reason}"
         ) from error

@@ -153,7 +153,7 @@ def _half(source: Tensor, target: Tensor, network: Network, bound: float) -> tup
     latent, rows = network.latent(u, heads), network.rows(heads)
     scale, shift = rows.chunk(2, dim=-1)
     by_token = latent.transpose(1, 2)
-    gate = torch.bmm(by_token, 2 * scale).sigmoid_()
+    gate = torch.bmm(by_token, 2 * scale).sigmoid()  # not in place: checkpointing may have kept a product
     out = torch.empty_like(target, memory_format=torch.contiguous_format)
     t = torch.bmm(by_token, shift)
     torch.addcmul(t, _stretch(gate, bound), by_head(target), out=by_head(out))
