@@ -53,6 +53,7 @@ def by_head(x: Tensor) -> Tensor:
 
 
 def plain_product(latent: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """latentᵀ·rows, laid out (B, T, H, D) like the tokens it is for."""
     return torch.bmm(latent.transpose(1, 2), rows).transpose(0, 1).reshape(like.shape)
 
 
@@ -72,13 +73,6 @@ def _per_group(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.unflatten(0, (-1, group)).sum(1)
 
 
-def _product(latent: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """latentᵀ·rows, laid out (B, T, H, D) like the tokens it is for."""
-    out = torch.empty_like(like, memory_format=torch.contiguous_format)
-    by_head(out).baddbmm_(latent.transpose(1, 2), rows, beta=0)
-    return out
-
-
 class _Enter(ByHand):
     @staticmethod
     def plain(x: Tensor, w1: Tensor) -> Tensor:
@@ -93,7 +87,7 @@ class _Enter(ByHand):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Grads:
         x, w1 = ctx.saved_tensors
-        return _product(grads[0], w1, x), torch.bmm(grads[0], by_head(x))
+        return plain_product(grads[0], w1, x), torch.bmm(grads[0], by_head(x))
 
 
 class _AddLowRank(ByHand):
@@ -161,9 +155,8 @@ class _Couple(ByHand):
     def forward(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         g = _Given(*given)
         path = g.path(*g.entries(q, k))
-        # laid out token by token, for `by_head` to be a view of it
-        layout = {"memory_format": torch.contiguous_format}
-        q_out = q.clone(**layout) if g.folded else add_drift(q, k, g.total).contiguous(**layout)
+        q_out = q.clone(memory_format=torch.contiguous_format) if g.folded else add_drift(q, k, g.total)
+        q_out = q_out.contiguous()  # for `by_head` to be a view of it
         if path.area is not None:
             by_head(q_out).baddbmm_(_per_query(path.area, q, k).transpose(1, 2), g.exit_q)
         return q_out, _added(k, path.beta, g.exit_k)
