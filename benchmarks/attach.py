@@ -24,9 +24,9 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from qkflow import console, hub
-from qkflow.bench.contestants import share_weights
+from qkflow import console, hf
 from qkflow.bench.timing import interleave
+from qkflow.bench.variants import share_weights
 
 Job = Callable[[], object]
 
@@ -57,7 +57,7 @@ def copy_of(model: Any, plain: nn.Module) -> Any:
 @torch.no_grad()
 def moved(model: Any) -> Any:
     """The model, its couplings away from their start, where training takes them."""
-    for _, layer in hub.attached(model):
+    for _, layer in hf.attached(model):
         for parameter in layer.coupling.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     return model
@@ -123,7 +123,7 @@ def main(
     logging.set_verbosity_error()
     torch.set_num_threads(threads)
     plain: Any = llama(layers, vocabulary)
-    coupled = {name: hub.attach(copy_of(plain, plain), name, seed=0) for name in couplings.split(",")}
+    coupled = {name: hf.attach(copy_of(plain, plain), name, seed=0) for name in couplings.split(",")}
     later = {name: moved(copy_of(model, plain)) for name, model in coupled.items()}
     turns = 4 * rounds  # of generation, whose calls are shorter
     works: dict[str, tuple[dict[str, Any], int, Callable[[Any], Job]]] = {

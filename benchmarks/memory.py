@@ -29,7 +29,7 @@ def step(options: argparse.Namespace) -> int:
 
     from qkflow.models import Decoder, preset
     from qkflow.models.loss import cross_entropy, cross_entropy_reference
-    from qkflow.training.optim import AdamW, parameter_groups
+    from qkflow.training.optimizer import AdamW, parameter_groups
 
     torch.set_num_threads(options.threads)
     warm = torch.randn(64, 64, requires_grad=True)  # what the libraries take for themselves is not the step's
@@ -67,7 +67,7 @@ def main() -> None:
         taken[name] = int(done.stdout)
 
     from qkflow.models import preset
-    from qkflow.models.accounting import training_memory
+    from qkflow.models.cost import training_memory
 
     foreseen = training_memory(preset(options.preset), options.batch, options.length)
     ratio = taken["chunked"] / taken["full logits"]

@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 import torch
+from training import SHAPES, run_config
 
 from qkflow.training import train
-from training import SHAPES, run_config
 
 
 def run(name: str, batch: int, steps: int, corpus: str) -> None:

@@ -22,15 +22,15 @@ import tyro
 from rich.table import Table
 
 from qkflow.attention import Attention
-from qkflow.bench.contestants import TURNS, Shape, decoding_call, share_weights, training_call
 from qkflow.bench.memory import peak_bytes
 from qkflow.bench.timing import Call, interleave
+from qkflow.bench.variants import TURNS, Shape, decoding_call, share_weights, training_call
 from qkflow.console import emit_json, out, progress
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
-from qkflow.models.accounting import flops_per_token
+from qkflow.models.cost import flops_per_token
 from qkflow.models.decoding import Layouts
-from qkflow.timescale.variants import variant
+from qkflow.studies.slow_path_variants import variant
 
 LENGTHS = (512, 1024, 2048, 4096)  # of which attention memory is measured
 CPU = torch.device("cpu")

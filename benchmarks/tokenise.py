@@ -20,8 +20,8 @@ from statistics import median
 
 from qkflow.data import corpora, pipeline, splits
 from qkflow.data import tokenizer as tokenizers
-from qkflow.data.reading import Meter
-from qkflow.data.shards import SetWriter
+from qkflow.data.readers.files import Meter
+from qkflow.data.token_set import SetWriter
 
 
 def seconds(work: Callable[[], object]) -> float:

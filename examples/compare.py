@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shared import blocks, held_out, model_and_tokenizer, run, train
 
-from qkflow import hub
+from qkflow import hf
 from qkflow.attention import couplings
 from qkflow.attention.registry import Spec
 
@@ -24,13 +24,13 @@ from qkflow.attention.registry import Spec
 def one(text: Path, model: str, variant: str, *, steps: int, lr: float, length: int, seed: int) -> float:
     network, tokenizer = model_and_tokenizer(model, seed)
     rows, rest = blocks(text, tokenizer, length, network)
-    callbacks: tuple[hub.PaceCallback, ...] = ()
+    callbacks: tuple[hf.PaceCallback, ...] = ()
     if variant.startswith("ratio="):
-        callbacks = (hub.PaceCallback(variant.removeprefix("ratio=")),)
+        callbacks = (hf.PaceCallback(variant.removeprefix("ratio=")),)
     elif Spec.parse(variant).name in couplings.names():
-        hub.attach(network, variant, seed=seed)
+        hf.attach(network, variant, seed=seed)
     elif variant != "standard":
-        hub.restart(network, variant, seed=seed)
+        hf.restart(network, variant, seed=seed)
     train(network, rows, steps=steps, lr=lr, seed=seed, callbacks=callbacks)
     return held_out(network, rest)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared import blocks, held_out, model_and_tokenizer, run, train
 
-from qkflow import hub, pace
+from qkflow import hf
 
 
 def main(
@@ -32,10 +32,10 @@ def main(
     rows, rest = blocks(text, tokenizer, length, network)
     train(network, rows, steps=before, lr=lr, seed=seed)
     print(f"after {before} steps at one rate: {held_out(network, rest):.4f}")
-    for name, callbacks in {"at one rate": (), f"QK at ratio {ratio}": (hub.PaceCallback(ratio),)}.items():
+    for name, callbacks in {"at one rate": (), f"QK at ratio {ratio}": (hf.PaceCallback(ratio),)}.items():
         goes_on = copy.deepcopy(network)
         train(goes_on, rows, steps=steps, lr=lr / 3, seed=seed + 1, callbacks=callbacks)
-        pace.join_fused(goes_on)
+        hf.join_fused(goes_on)
         print(f"{steps} steps more, {name}: {held_out(goes_on, rest):.4f}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared import blocks, held_out, model_and_tokenizer, run, train
 
-from qkflow import hub
+from qkflow import hf
 from qkflow.errors import InputError
 
 
@@ -38,8 +38,8 @@ def main(
     rows, rest = blocks(text, tokenizer, length, network)
     print(f"held-out loss as it comes: {held_out(network, rest):.4f}")
 
-    hub.attach(network, coupling, seed=seed, freeze_base=freeze)
-    hub.print_trainable_parameters(network)
+    hf.attach(network, coupling, seed=seed, freeze_base=freeze)
+    hf.print_trainable_parameters(network)
     print(f"with {coupling} attached:   {held_out(network, rest):.4f}")
 
     train(network, rows, steps=steps, lr=lr, seed=seed)
@@ -47,13 +47,13 @@ def main(
     print(f"after {steps} steps:         {trained:.4f}")
 
     if coupling.startswith("drift"):
-        hub.merge(network)
+        hf.merge(network)
         print(f"merged, a plain model:    {held_out(network, rest):.4f}")
         network.save_pretrained(out)
     else:
-        hub.save(network, out / "coupling")
-        hub.detach(network).save_pretrained(out)
-        hub.load(network, out / "coupling")
+        hf.save(network, out / "coupling")
+        hf.detach(network).save_pretrained(out)
+        hf.load(network, out / "coupling")
         print(f"saved and loaded again:   {held_out(network, rest):.4f}")
     tokenizer.save_pretrained(out)
     prompt = tokenizer(text.read_text("utf-8")[:40], return_tensors="pt", return_token_type_ids=False)

@@ -20,10 +20,10 @@ from transformers import (
     set_seed,
 )
 
-from qkflow import hub
+from qkflow import hf
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
-from qkflow.hub.folders import fast_tokenizer
+from qkflow.hf.pretrained import fast_tokenizer
 
 
 def run(main: Callable[..., None]) -> None:
@@ -42,7 +42,7 @@ def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
     """A fresh small model of a shape, reading bytes; or, by any other name, a pretrained model."""
     set_seed(seed)
     if name not in ("gpt2-shape", "llama-shape"):
-        return hub.open_model(name)
+        return hf.open_model(name)
     common = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
     if name == "gpt2-shape":
         config: Any = GPT2Config(n_embd=128, n_layer=4, n_head=4, n_positions=256, **common)

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from qkflow import cli
-from qkflow.cli import COMMANDS
+from qkflow.cli import main as cli
+from qkflow.cli.main import COMMANDS
 from qkflow.errors import InputError
 
 ALLOWED = {"torch", "numpy", "qkflow"}
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "from qkflow.cli import main; main()"
+    code = "from qkflow.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
@@ -38,7 +38,7 @@ def test_importing_qkflow_needs_torch_alone() -> None:
 
 
 def test_help_lists_every_command_without_torch() -> None:
-    code = "import sys; from qkflow.cli import run; run(['--help']); print('torch' in sys.modules)"
+    code = "import sys; from qkflow.cli.main import run; run(['--help']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     for name in COMMANDS:
         assert name in done.stdout

@@ -23,12 +23,12 @@ def test_python_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_shown_exists_with_its_options(page: Path) -> None:
-    from qkflow.cli import COMMANDS, find
+    from qkflow.cli.main import COMMANDS, find
 
     for line in re.findall(r"^qkflow ([a-z].+)", page.read_text(), re.M):
         name, rest = find(shlex.split(line, comments=True))
         module, function, _ = COMMANDS[name]
-        command = getattr(importlib.import_module(f"qkflow.commands.{module}"), function)
+        command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)
         known = {"help", *(key.replace("_", "-") for key in inspect.signature(command).parameters)}
         given = {word.partition("=")[0].removeprefix("--") for word in rest if word.startswith("--")}
         unknown = {option for option in given if option.removeprefix("no-") not in known}

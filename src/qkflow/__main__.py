@@ -1,6 +1,6 @@
 """`python -m qkflow` is the `qkflow` command, for `torchrun -m qkflow ...`."""
 
-from qkflow.cli import main
+from qkflow.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,7 @@ import torch
 
 from qkflow.attention import Attention, Rotary, merge
 from qkflow.attention.masks import build_mask, document_positions
-from qkflow.attention.rotary import rotate, rotate_reference
+from qkflow.attention.rope import rotate, rotate_reference
 from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
 

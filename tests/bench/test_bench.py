@@ -11,11 +11,11 @@ import torch
 
 from qkflow.attention import couplings
 from qkflow.bench import interleave
-from qkflow.bench.contestants import Contestant, Shape, build, contestants, verify_all
 from qkflow.bench.memory import peak_bytes
 from qkflow.bench.timing import keep_memory, summarise
+from qkflow.bench.variants import Contestant, Shape, build, contestants, verify_all
 from qkflow.errors import InputError
-from qkflow.flops import count_flops
+from qkflow.models.flops import count_flops
 
 SMALL = Shape(width=32, heads=4, length=16, batch=1)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from parts import scatter
 from torch import Tensor
 
+from parts import scatter
 from qkflow.attention import Attention, couplings, merge, scorings
 
 WIDTH, HEADS = 32, 4

@@ -7,16 +7,16 @@ import math
 
 import pytest
 import torch
-from parts import HEADS, coupling_specs, heads, scatter
 from torch import Tensor
 
+from parts import HEADS, coupling_specs, heads, scatter
 from qkflow.attention import couplings
-from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.couplings import Coupling
 from qkflow.attention.heads import Heads
-from qkflow.attention.starts import initialise
+from qkflow.attention.init import initialise
+from qkflow.attention.projections import FactorisedQK
 from qkflow.errors import InputError
-from qkflow.flops import count_flops
+from qkflow.models.flops import count_flops
 
 SPECS = coupling_specs()
 DOUBLE = {"dtype": torch.float64}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parts import scatter, scoring_specs
 
+from parts import scatter, scoring_specs
 from qkflow.attention import Attention, scorings
 
 SPECS = scoring_specs()

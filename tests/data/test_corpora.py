@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.data import corpora, splits
-from qkflow.data.patterns import parse, spell
-from qkflow.data.reading import Meter
+from qkflow.data.readers.files import Meter
+from qkflow.data.synthetic import parse, spell
 from qkflow.errors import InputError
 
 
@@ -23,7 +23,7 @@ def parts(name: object) -> list[tuple[str, str]]:
 
 def test_speeches_are_dated_documents_found_without_pandas() -> None:
     code = (
-        "import sys; from qkflow.data import corpora; from qkflow.data.reading import Meter;"
+        "import sys; from qkflow.data import corpora; from qkflow.data.readers.files import Meter;"
         "parts = list(corpora.resolve('speeches').parts(Meter()));"
         "print(len(parts), sum(len(text.encode()) for _, text in parts),"
         "'pandas' in sys.modules, 'torch' in sys.modules)"

@@ -16,13 +16,13 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
-from qkflow.data import patterns, prepare, verify
-from qkflow.data.shards import MANIFEST, open_set
+from qkflow.data import prepare, synthetic, verify
+from qkflow.data.token_set import MANIFEST, open_set
 from qkflow.errors import InputError
 
 CHILD = """
 import sys
-from qkflow.cli import main
+from qkflow.cli.main import main
 main()
 """
 
@@ -40,7 +40,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def write(path: Path, documents: int, seed: int = 0) -> Path:
-    texts = patterns.parse(f"documents={documents},words=100,seed={seed}").texts()
+    texts = synthetic.parse(f"documents={documents},words=100,seed={seed}").texts()
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     os.utime(path, (1e9, 1e9 + seed))
     return path

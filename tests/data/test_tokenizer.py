@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 
-from qkflow.data import patterns
+from qkflow.data import synthetic
 from qkflow.data import tokenizer as tokenizers
-from qkflow.data.words import WordMemory, can_cut_at_spaces, cut_at_spaces
+from qkflow.data.bpe_cache import WordMemory, can_cut_at_spaces, cut_at_spaces
 from qkflow.errors import InputError
 
 # Everything that could upset a cut: runs and kinds of whitespace, contractions, digits, marks, other scripts.
@@ -31,7 +31,7 @@ WORDS = st.lists(
 
 def trained(size: int = 400) -> tokenizers.SubwordTokenizer:
     texts = [
-        *patterns.parse("documents=30,words=200").texts(),
+        *synthetic.parse("documents=30,words=200").texts(),
         "don't  the the\n\n  the 12 12. <|endoftext|>  end" * 20,
     ]
     return tokenizers.train_bpe(iter(texts), size)
@@ -75,8 +75,8 @@ def test_cutting_a_long_text_changes_no_token(text: str, length: int) -> None:
 def test_memory_and_library_agree_on_running_text_and_memory_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    texts = list(patterns.parse("documents=80,vocabulary=200").texts())
-    monkeypatch.setattr("qkflow.data.words._WORD_LIMIT", 300)
+    texts = list(synthetic.parse("documents=80,vocabulary=200").texts())
+    monkeypatch.setattr("qkflow.data.bpe_cache._WORD_LIMIT", 300)
     memory = WordMemory(BPE.rust, BPE.end_of_document, BPE.dtype)
     found = [memory.encode(texts[start : start + 20]) for start in range(0, 80, 20)]
     assert all(part is not None for part in found)

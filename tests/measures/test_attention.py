@@ -7,7 +7,7 @@ import torch
 
 from qkflow.attention import couplings, scorings
 from qkflow.errors import InputError
-from qkflow.measures import maps
+from qkflow.measures import attention_maps
 from qkflow.measures.attention import probe, summary
 from qkflow.models import Decoder, preset
 
@@ -69,17 +69,19 @@ def test_maps_as_a_page_and_as_an_image(tmp_path):
     layers = probe(small_model(), IDS[:1], keep_weights=True)
     labels = ["</script>", *"abcdefghijk"]
     page = tmp_path / "maps.html"
-    maps.drawing(page)(page, layers, labels)
+    attention_maps.drawing(page)(page, layers, labels)
     text = page.read_text("utf-8")
     assert text.count("</script>") == 2  # those of the page itself
     assert "layer 1, head 3" in text
     assert "http" not in text  # nothing is fetched
     image = tmp_path / "maps.png"
-    maps.drawing(image)(image, layers, labels)
+    attention_maps.drawing(image)(image, layers, labels)
     content = image.read_bytes()
     width, height = struct.unpack(">II", content[16:24])
-    assert width == 2 * height - maps.GAP  # four heads beside each other, two layers below each other
+    assert (
+        width == 2 * height - attention_maps.GAP
+    )  # four heads beside each other, two layers below each other
     (size,) = struct.unpack(">I", content[33:37])
     assert len(zlib.decompress(content[41 : 41 + size])) == height * (1 + 3 * width)
     with pytest.raises(InputError, match=r"\.html or \.png"):
-        maps.drawing(tmp_path / "maps.gif")
+        attention_maps.drawing(tmp_path / "maps.gif")

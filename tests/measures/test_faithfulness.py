@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import InputError
+from qkflow.measures.attribution import SOURCES, attention_row, integrated_gradients, max_pool, rollout
 from qkflow.measures.faithfulness import DEFAULT, PUBLISHED, Rules, Text, measure, measure_one_by_one
-from qkflow.measures.rankings import SOURCES, attention_row, integrated_gradients, max_pool, rollout
 
 
 class TinyEncoder(nn.Module):

@@ -73,7 +73,7 @@ def test_bf16_autocast_stays_close_to_exact():
 
 def test_without_gradients_nothing_is_computed_for_them():
     from qkflow.models import Decoder, preset
-    from qkflow.models.accounting import flops_per_token
+    from qkflow.models.cost import flops_per_token
 
     model = Decoder(preset("tiny", vocabulary=64, layers=1), seed=0)
     assert flops_per_token(model, 16) == 3 * flops_per_token(model, 16, training=False)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkflow.studies.folder import StudyFolder
 from qkflow.studies.grid import Question, Run, build_grid
+from qkflow.studies.runner.study_dir import StudyFolder
 
 # Final loss by cell: close to each other, as variants of one model are; seeds add paired and own noise.
 FINAL = {

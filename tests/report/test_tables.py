@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from qkflow import console
-from qkflow.commands.compare import show
+from qkflow.cli.commands.compare import show
 from qkflow.report.tables import interval, number, signed, terminal_table
 from qkflow.studies import rebuild
 
 
 def qkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", "from qkflow.cli import main; main()", *arguments]
+    program = [sys.executable, "-c", "from qkflow.cli.main import main; main()", *arguments]
     return subprocess.run(program, capture_output=True, text=True, timeout=120)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from toy_study import TOY
 
 from qkflow.errors import InputError
 from qkflow.studies import Comparison, compare, rebuild
 from qkflow.studies.compare import Cost, affordable_steps, read_question
-from qkflow.studies.folder import StudyFolder
 from qkflow.studies.grid import CALIBRATION_SEEDS, CALIBRATION_STEPS, TUNING_SEED, Question, build_grid
+from qkflow.studies.runner.study_dir import StudyFolder
+from toy_study import TOY
 
 
 def starts(folder: Path) -> dict[str, int]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tyro
 
-from qkflow.commands.compare import compare as command
+from qkflow.cli.commands.compare import compare as command
+from qkflow.config_io import parse_count
 from qkflow.errors import InputError
-from qkflow.plain import parse_count
 from qkflow.studies.compare import default_folder, read_question
 from qkflow.studies.grid import Question, build_grid, run_config
 

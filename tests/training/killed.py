@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from qkflow.training import RunConfig, state, worker
+from qkflow.training import RunConfig, checkpoint, worker
 
 KILLS = 20
 
@@ -42,7 +42,7 @@ def die_in_operation(number: int) -> None:
         return act
 
     os.fsync, os.replace, os.rmdir, os.unlink = map(deadly, (os.fsync, os.replace, os.rmdir, os.unlink))
-    state.write_tensors = deadly(state.write_tensors)
+    checkpoint.write_tensors = deadly(checkpoint.write_tensors)
 
 
 def wait(pid: int) -> int:

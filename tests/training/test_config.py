@@ -1,8 +1,8 @@
 import pytest
 import yaml
 
+from qkflow.config_io import parse_count
 from qkflow.errors import InputError
-from qkflow.plain import parse_count
 from qkflow.training.config import RunConfig, TrainConfig
 
 

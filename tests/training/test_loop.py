@@ -11,11 +11,11 @@ import torch
 
 from qkflow.errors import InputError
 from qkflow.models import Decoder
-from qkflow.studies.folder import RunFolder
+from qkflow.studies.runner.study_dir import RunFolder
 from qkflow.training import Listener, NonFiniteError, RunConfig, load_model, loop, train, worker
-from qkflow.training.metrics import Metrics, read_rows
-from qkflow.training.process import alone_in
-from qkflow.training.state import verify
+from qkflow.training.checkpoint import verify
+from qkflow.training.metrics_log import Metrics, read_rows
+from qkflow.training.run_dir import alone_in
 
 
 def run(folder, listener=None):

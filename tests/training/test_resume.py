@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qkflow.training import worker
-from qkflow.training.metrics import read_rows
+from qkflow.training.metrics_log import read_rows
 
 
 def weights(folder):

@@ -3,9 +3,9 @@
 import pytest
 from safetensors.torch import load_file
 
-from qkflow.timescale.variants import variant
+from qkflow.studies.slow_path_variants import variant
 from qkflow.training import worker
-from qkflow.training.metrics import read_rows
+from qkflow.training.metrics_log import read_rows
 
 MODEL = {"layers": 2, "width": 16, "heads": 2, "feed_forward": "gelu"}
 

@@ -1,8 +1,8 @@
 """Attention in five parts: project → couple → rotate → score → write."""
 
-from qkflow.attention.cache import KVCache
-from qkflow.attention.mixer import Attention, merge
-from qkflow.attention.rotary import Rotary
-from qkflow.attention.starts import Start, initialise
+from qkflow.attention.attention import Attention, merge
+from qkflow.attention.init import Start, initialise
+from qkflow.attention.kv_cache import KVCache
+from qkflow.attention.rope import Rotary
 
 __all__ = ["Attention", "KVCache", "Rotary", "Start", "initialise", "merge"]

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from qkflow.data import hub, patterns, splits
-from qkflow.data.reading import READING, Meter, SourceFile, kind_of
+from qkflow.data import splits, synthetic
+from qkflow.data.readers import hf_datasets
+from qkflow.data.readers.files import READING, Meter, SourceFile, kind_of
 from qkflow.errors import InputError, unknown
 
 FEW = 20  # text files: fewer than this are cut into pieces, more are a document each
@@ -109,7 +110,7 @@ class FileCorpus(Corpus):
 @dataclass(frozen=True)
 class GeneratedCorpus(Corpus):
     name: str
-    dials: patterns.Patterns
+    dials: synthetic.Patterns
     licence: str = "CC0-1.0"
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -118,7 +119,7 @@ class GeneratedCorpus(Corpus):
         return self.dials.documents * self.dials.words * 5  # about
 
     def stamp(self) -> Any:
-        return ["patterns", patterns.GENERATOR, *vars(self.dials).items()]
+        return ["patterns", synthetic.GENERATOR, *vars(self.dials).items()]
 
     def content(self, meter: Meter) -> Any:
         return self.stamp()
@@ -132,7 +133,7 @@ class GeneratedCorpus(Corpus):
 @dataclass(frozen=True)
 class HubCorpus(Corpus):
     name: str
-    hub: hub.HubName
+    hub: hf_datasets.HubName
     licence: str = "see its card on the hub"
     streamed = True
 
@@ -155,7 +156,7 @@ class HubCorpus(Corpus):
         return self.stamp()
 
     def parts(self, meter: Meter) -> Iterator[tuple[str, str]]:
-        for part, text in hub.documents(self.hub):
+        for part, text in hf_datasets.documents(self.hub):
             meter.advance(len(text))
             yield part, text
 
@@ -208,14 +209,14 @@ KNOWN = {
 def resolve(name: str) -> Corpus:
     """The corpus a user means. Known names come before paths: write `./python` for a folder of that name."""
     if name.startswith("hf:"):
-        return HubCorpus(name, hub.parse(name[3:]))
+        return HubCorpus(name, hf_datasets.parse(name[3:]))
     base, _, dials = name.partition(":")
     if base == "patterns":
-        return GeneratedCorpus(name, patterns.parse(dials))
+        return GeneratedCorpus(name, synthetic.parse(dials))
     known = KNOWN.get(base)
     if known and known.hub:
         address, _, column = known.hub.partition("#")
-        return HubCorpus(name, hub.parse(f"{address}{dials and ':'}{dials}#{column}"), known.licence)
+        return HubCorpus(name, hf_datasets.parse(f"{address}{dials and ':'}{dials}#{column}"), known.licence)
     if known and dials:
         raise InputError(f"'{base}' has no options, but was given '{dials}'")
     if base == "speeches":

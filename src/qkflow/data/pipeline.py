@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from qkflow.data import corpora, shards, splits
+from qkflow.data import corpora, splits, token_set
 from qkflow.data import tokenizer as tokenizers
 from qkflow.data.cache import Cache, note
-from qkflow.data.reading import Meter
-from qkflow.data.shards import DamagedError, SetWriter, TokenSet
+from qkflow.data.readers.files import Meter
 from qkflow.data.splits import Document
+from qkflow.data.token_set import DamagedError, SetWriter, TokenSet
 from qkflow.data.tokenizer import Tokenizer
 from qkflow.errors import InputError
 
@@ -86,7 +86,7 @@ class Preparation:
         loaded = None if tokenizers.size_to_train(self.spec) else tokenizers.load(self.spec)
         with self._stage(f"reading {self.name}", source.size) as meter:
             content = source.content(meter)
-        key = digest([shards.FORMAT, content, loaded.state() if loaded else self.spec])
+        key = digest([token_set.FORMAT, content, loaded.state() if loaded else self.spec])
         folder = self.cache.set_folder(key)
         found = self._open(folder)
         if found is not None:
@@ -98,7 +98,7 @@ class Preparation:
                     self._make(source, loaded, staging)
                     if digest([source.stamp(), tokenizers.stamp(self.spec)]) != stamp:
                         raise InputError(f"{self.name} changed while it was being read: run again")
-                found = shards.open_set(folder)
+                found = token_set.open_set(folder)
         return found
 
     def _open(self, folder: Path | None) -> TokenSet | None:
@@ -106,7 +106,7 @@ class Preparation:
         if folder is None:
             return None
         try:
-            return shards.open_set(folder, thorough=self.thorough)
+            return token_set.open_set(folder, thorough=self.thorough)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except DamagedError as damaged:

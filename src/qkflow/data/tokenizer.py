@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkflow.data.words import WordMemory, can_cut_at_spaces, cut_at_spaces
+from qkflow.data.bpe_cache import WordMemory, can_cut_at_spaces, cut_at_spaces
 from qkflow.errors import InputError, unknown
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def _declared_end(folder: Path) -> str | None:
 def _from_hub(name: str) -> RustTokenizer:
     from tokenizers import Tokenizer as RustTokenizer
 
-    from qkflow.data.hub import require_network
+    from qkflow.data.readers.hf_datasets import require_network
 
     try:
         from huggingface_hub import try_to_load_from_cache

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkflow.errors import InputError, unknown
-from qkflow.measures.rankings import SOURCES, Classifier, rollout, scores
+from qkflow.measures.attribution import SOURCES, Classifier, rollout, scores
 
 Tokens = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids, and which of them are real
 

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from qkflow.config_io import read
 from qkflow.errors import InputError, unknown
-from qkflow.plain import read
-from qkflow.timescale.config import SlowConfig
+from qkflow.models.slow_path.config import SlowConfig
 
 FeedForward = Literal["swiglu", "gelu"]
 

@@ -12,14 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from qkflow.attention import Attention, KVCache
 from qkflow.attention.couplings.base import refuse_offloaded
+from qkflow.attention.init import Draw, fill, initialise
 from qkflow.attention.masks import Mask
-from qkflow.attention.rotary import Rotation
-from qkflow.attention.starts import Draw, fill, initialise
+from qkflow.attention.rope import Rotation
 from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
 from qkflow.models.kernels import RMSNorm, swiglu
-from qkflow.timescale.cache import SlowCache
-from qkflow.timescale.slow_path import SlowPath
+from qkflow.models.slow_path.cache import SlowCache
+from qkflow.models.slow_path.path import SlowPath
 
 
 class FeedForward(nn.Module):

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkflow.attention import KVCache
-from qkflow.attention.circuits import FactorisedOV, FactorisedQK, untouched, unwatched
 from qkflow.attention.couplings.at_rest import AsEver, for_products, plain
 from qkflow.attention.masks import Mask
-from qkflow.attention.rotary import Rotation, rotate_
+from qkflow.attention.projections import FactorisedOV, FactorisedQK, untouched, unwatched
+from qkflow.attention.rope import Rotation, rotate_
 from qkflow.models.decoder import Block, Decoder
-from qkflow.timescale.cache import SlowCache
+from qkflow.models.slow_path.cache import SlowCache
 
 
 class Layouts:

@@ -12,7 +12,7 @@ from qkflow.attention import KVCache
 from qkflow.errors import InputError
 from qkflow.models.decoder import Decoder
 from qkflow.models.decoding import Layouts, TokenByToken
-from qkflow.timescale.cache import SlowCache
+from qkflow.models.slow_path.cache import SlowCache
 
 WORTH_PREPARING = 24  # tokens: fewer are sooner made by the model as it is
 

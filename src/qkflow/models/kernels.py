@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.by_hand import ByHand
+from qkflow.autograd import ByHand
 
 
 class RMSNorm(nn.RMSNorm):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qkflow.attention.circuits import under_autocast
+from qkflow.attention.projections import under_autocast
 
 CHUNK = 512  # tokens: their logits fit the cache, and the matrix products still run at full speed
 IGNORE = -100

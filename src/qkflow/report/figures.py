@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qkflow.report.tables import all_rows, number
-from qkflow.studies.statistics import percent_perplexity
+from qkflow.studies.stats import percent_perplexity
 
 if TYPE_CHECKING:
     from qkflow.studies.analysis import RunData

@@ -11,8 +11,8 @@ import numpy as np
 
 from qkflow.measures.language import perplexity
 from qkflow.studies import verdicts
-from qkflow.studies.folder import StudyFolder
-from qkflow.studies.statistics import (
+from qkflow.studies.runner.study_dir import StudyFolder
+from qkflow.studies.stats import (
     first_reach,
     holm,
     mean_curve,

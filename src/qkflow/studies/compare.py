@@ -18,13 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from qkflow.config_io import mapping, parse_count, read
 from qkflow.data import EvalWindows, TrainWindows, prepare
 from qkflow.errors import InputError, unknown
-from qkflow.plain import mapping, parse_count, read
 from qkflow.studies.analysis import RunData, analyse, best_rate, load_runs
-from qkflow.studies.engines import ENGINES, Engine
-from qkflow.studies.execution import Stopped, Watched, execute
-from qkflow.studies.folder import STUDY, StudyFolder
 from qkflow.studies.grid import (
     CALIBRATION_SEEDS,
     CALIBRATION_STEPS,
@@ -35,8 +32,11 @@ from qkflow.studies.grid import (
     build_grid,
     check_models,
 )
+from qkflow.studies.runner.engines import ENGINES, Engine
+from qkflow.studies.runner.execution import Stopped, Watched, execute
+from qkflow.studies.runner.study_dir import STUDY, StudyFolder
 from qkflow.studies.variants import STANDARD, Parts
-from qkflow.training.parallel import find_device
+from qkflow.training.distributed import find_device
 
 if TYPE_CHECKING:
     import pandas

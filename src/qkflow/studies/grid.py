@@ -14,7 +14,7 @@ from typing import Any, get_args
 from qkflow.attention import Start
 from qkflow.errors import InputError, unknown
 from qkflow.models.presets import PRESETS
-from qkflow.studies.statistics import SMALLEST_SAMPLE
+from qkflow.studies.stats import SMALLEST_SAMPLE
 from qkflow.studies.variants import (
     STANDARD,
     Parts,
@@ -163,7 +163,7 @@ def run_config(
     if variant.pace:
         train["pace"] = float(variant.pace)
     if variant.timescale:
-        from qkflow.timescale.variants import variant as timescale
+        from qkflow.studies.slow_path_variants import variant as timescale
 
         changes = timescale(variant.timescale, model, question.length)
         model, train = {**model, **changes.model}, {**train, **changes.train}

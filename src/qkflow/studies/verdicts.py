@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from qkflow.studies.statistics import SMALLEST_SAMPLE
+from qkflow.studies.stats import SMALLEST_SAMPLE
 
 HELPS, HURTS, NO_EVIDENCE, NO_VERDICT, REFERENCE = "helps", "hurts", "no evidence", "no verdict", "reference"
 

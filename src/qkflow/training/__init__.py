@@ -2,7 +2,7 @@
 
 from qkflow.training.config import DataConfig, RunConfig, TrainConfig
 from qkflow.training.loop import Listener, Run, StoppedError, train
-from qkflow.training.model_folder import load_model
+from qkflow.training.pretrained import load_model
 from qkflow.training.step import NonFiniteError
 
 __all__ = [

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import yaml
 
+from qkflow.config_io import check_seed, mapping, read
 from qkflow.errors import InputError, unknown
 from qkflow.models.config import ModelConfig
 from qkflow.models.presets import preset
-from qkflow.plain import check_seed, mapping, read
 
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]

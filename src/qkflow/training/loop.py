@@ -26,17 +26,17 @@ from torch import Tensor
 from qkflow import files
 from qkflow.data import TokenSet, TrainWindows, prepare
 from qkflow.errors import InputError
+from qkflow.measures.circuits import CircuitWatch, circuit_measures
 from qkflow.measures.language import Score, score
 from qkflow.models import Decoder
-from qkflow.models.accounting import flops_per_token, parameters_by_role
-from qkflow.pace.circuit_measures import CircuitWatch, circuit_measures
-from qkflow.training import environment, model_folder
+from qkflow.models.cost import flops_per_token, parameters_by_role
+from qkflow.training import environment, pretrained
+from qkflow.training.checkpoint import Checkpoint, Checkpoints, DamagedError, DiskFullError, load
 from qkflow.training.config import RunConfig
-from qkflow.training.metrics import Metrics, check_writers
-from qkflow.training.parallel import Team, join
-from qkflow.training.process import alone_in, stop_signals
+from qkflow.training.distributed import Team, join
+from qkflow.training.metrics_log import Metrics, check_writers
+from qkflow.training.run_dir import alone_in, stop_signals
 from qkflow.training.schedule import Budget, learning_rate, passes
-from qkflow.training.state import Checkpoint, Checkpoints, DamagedError, DiskFullError, load
 from qkflow.training.step import NonFiniteError, Stepper
 
 CONFIG, RESULT, CHECKPOINTS, MODEL = "config.yaml", "result.json", "checkpoints", "model"
@@ -265,7 +265,7 @@ class Run:
         if self.team.sharded or not self.team.leads:  # a shard alone cannot run a layer
             return
         from qkflow.measures.attention import probe, summary
-        from qkflow.timescale.measures import slow_measures
+        from qkflow.measures.slow_path import slow_measures
 
         inputs, _ = next(iter(self.held_out))
         ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.team.device)
@@ -326,7 +326,7 @@ class Run:
         if self.last_score is None:  # killed after the last step
             self._evaluate()
         assert self.last_score is not None
-        weights = model_folder.full_weights(self.stepper.decoder)
+        weights = pretrained.full_weights(self.stepper.decoder)
         result = {
             "status": "finished",
             "error": None,
@@ -344,7 +344,7 @@ class Run:
         }
         if self.team.leads:
             length = self.config.data.length
-            model_folder.save(
+            pretrained.save(
                 self.folder / MODEL, self.model_config, weights, self.data.tokenizer, length=length
             )
             files.write_json(self.folder / RESULT, result)

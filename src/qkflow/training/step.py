@@ -17,8 +17,8 @@ from qkflow.models import Decoder
 from qkflow.models.loss import Reduction, cross_entropy
 from qkflow.roles import freeze
 from qkflow.training.config import TrainConfig
-from qkflow.training.optim import AdamW, clip_gradients, pace_multipliers, parameter_groups
-from qkflow.training.parallel import Team
+from qkflow.training.distributed import Team
+from qkflow.training.optimizer import AdamW, clip_gradients, pace_multipliers, parameter_groups
 
 if TYPE_CHECKING:
     from qkflow.data import TrainWindows

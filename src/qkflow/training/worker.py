@@ -15,9 +15,9 @@ from typing import NoReturn, get_args
 import torch
 
 from qkflow.errors import InputError
+from qkflow.training.checkpoint import DiskFullError
 from qkflow.training.config import Parallel, RunConfig
 from qkflow.training.loop import CONFIG, RESULT, Listener, StoppedError, read_result, train, write_failure
-from qkflow.training.state import DiskFullError
 from qkflow.training.step import NonFiniteError
 
 FINISHED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 75

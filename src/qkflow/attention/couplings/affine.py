@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.couplings.affine_step import Network, affine_step
 from qkflow.attention.couplings.at_rest import AtRest, affine_at_rest
 from qkflow.attention.couplings.base import (
@@ -18,6 +17,7 @@ from qkflow.attention.couplings.base import (
     repeat_keys,
 )
 from qkflow.attention.heads import Heads
+from qkflow.attention.projections import FactorisedQK
 from qkflow.errors import InputError
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkflow.attention.couplings.base import HeadNetworks
 from qkflow.attention.couplings.fused import Grads, by_head, plain_product
-from qkflow.by_hand import ByHand
+from qkflow.autograd import ByHand
 
 
 class Network(NamedTuple):

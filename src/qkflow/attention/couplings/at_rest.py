@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from qkflow.attention.heads import Heads
 
 if TYPE_CHECKING:
-    from qkflow.attention.circuits import FactorisedQK
     from qkflow.attention.couplings.affine import Affine
     from qkflow.attention.couplings.base import Coupling, HeadNetworks
     from qkflow.attention.couplings.drift import Drift
     from qkflow.attention.couplings.latent import LatentCoupling
     from qkflow.attention.couplings.trajectory import Rule
+    from qkflow.attention.projections import FactorisedQK
 
 LARGEST_BLOCK_DIAGONAL = 2**15  # numbers; of a larger one, reading the zeros costs too much
 

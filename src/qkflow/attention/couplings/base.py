@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.circuits import FactorisedQK, under_autocast
 from qkflow.attention.couplings.at_rest import AtRest
 from qkflow.attention.heads import Heads
+from qkflow.attention.init import Draw, fill
+from qkflow.attention.projections import FactorisedQK, under_autocast
 from qkflow.attention.registry import Registry, Spec
-from qkflow.attention.starts import Draw, fill
-from qkflow.by_hand import looked_into
+from qkflow.autograd import looked_into
 from qkflow.errors import InputError
 
 LARGEST_AT_REST = 2**22  # weights; above, a second copy of them costs more than small operations do

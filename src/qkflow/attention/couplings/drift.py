@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.couplings.at_rest import AtRest, drift_at_rest
 from qkflow.attention.couplings.base import (
     Coupling,
@@ -17,6 +16,7 @@ from qkflow.attention.couplings.base import (
     repeat_keys,
 )
 from qkflow.attention.heads import Heads
+from qkflow.attention.projections import FactorisedQK
 
 
 @register

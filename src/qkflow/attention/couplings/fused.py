@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkflow.attention.couplings.base import add_drift
 from qkflow.attention.couplings.trajectory import Path, Rule, adjoint, walk
-from qkflow.by_hand import ByHand
+from qkflow.autograd import ByHand
 
 if TYPE_CHECKING:
     from qkflow.attention.couplings.latent import Weights

@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.couplings.at_rest import AtRest, latent_at_rest
 from qkflow.attention.couplings.base import Coupling, StepSize, check_steps
 from qkflow.attention.couplings.fused import add_low_rank, couple
 from qkflow.attention.couplings.trajectory import Activation, Rule, Scheme, walk
 from qkflow.attention.heads import Heads
+from qkflow.attention.projections import FactorisedQK
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from qkflow.attention.couplings.base import (
 from qkflow.attention.couplings.euler import network_force
 from qkflow.attention.couplings.latent import Force, LatentCoupling
 from qkflow.attention.heads import Heads
-from qkflow.attention.starts import Draw, fill
+from qkflow.attention.init import Draw, fill
 from qkflow.errors import InputError
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qkflow.attention.circuits import FactorisedQK
 from qkflow.attention.couplings.at_rest import AtRest, plain
 from qkflow.attention.couplings.base import Coupling, Where, register
 from qkflow.attention.heads import Heads
+from qkflow.attention.projections import FactorisedQK
 
 
 @register

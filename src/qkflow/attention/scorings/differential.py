@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkflow.attention.heads import Heads
+from qkflow.attention.init import Draw, fill
 from qkflow.attention.masks import Mask
 from qkflow.attention.scorings.base import Scoring, Where, fused, gather, register, weights
-from qkflow.attention.starts import Draw, fill
 from qkflow.errors import InputError
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention.heads import Heads
+from qkflow.attention.init import Draw
 from qkflow.attention.masks import Mask
 from qkflow.attention.scorings import paired
 from qkflow.attention.scorings.base import Scoring, Where, fused, gather, register, weights
-from qkflow.attention.starts import Draw
 
 
 @register

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qkflow.attention.masks import Mask
-from qkflow.by_hand import ByHand
+from qkflow.autograd import ByHand
 
 BLOCK = 32  # rows
 PAYS_FROM = 128  # tokens; shorter than that, there is nothing to skip

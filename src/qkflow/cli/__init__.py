@@ -1,0 +1,1 @@
+"""The `qkflow` command line."""

@@ -1,0 +1,1 @@
+"""One module a subcommand; `qkflow.cli.main` holds the table."""

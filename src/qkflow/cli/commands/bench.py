@@ -1,0 +1,197 @@
+"""`qkflow bench`: what each part costs beside standard attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+
+from qkflow import __version__
+from qkflow.bench.memory import peak_bytes
+from qkflow.bench.timing import Ratio, interleave
+from qkflow.bench.variants import (
+    LEVELS,
+    STANDARD,
+    TURNS,
+    Contestant,
+    Shape,
+    build,
+    choose,
+    decoding_call,
+    share_weights,
+    training_call,
+    verify_all,
+)
+from qkflow.console import emit_json, out, progress
+from qkflow.errors import InputError
+from qkflow.models import Decoder
+from qkflow.models.decoding import Layouts
+from qkflow.models.flops import count_flops
+
+
+def bench(
+    level: Literal["all", "attention", "block", "model", "decode"] = "all",
+    variants: str | None = None,
+    width: int = 512,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    length: int = 512,
+    batch: int = 4,
+    threads: int | None = None,
+    rounds: int | None = None,
+    device: str = "auto",
+    precision: Literal["fp32", "bf16"] = "fp32",
+    quick: bool = False,
+    json: bool = False,
+) -> None:
+    """Time every coupling and scoring against standard attention, interleaved in one process.
+
+    Each is checked against its textbook reference first; nothing is timed while one is wrong. A ratio
+    above 1 is slower than standard; the interval is 95%. `none` is standard against itself: the noise.
+
+    Examples:
+      qkflow bench --level block
+      qkflow bench --level attention --variants euler,leapfrog --rounds 30
+      qkflow bench --level decode --json
+
+    Args:
+        level: What is timed: the attention module, a transformer block, a whole model's training step, or
+            decoding with a cache; all four by default.
+        variants: Comma-separated rows, e.g. "euler,leapfrog n=7,differential"; every row by default.
+        width: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key/value heads; as many as query heads by default.
+        length: Tokens a sequence.
+        batch: Sequences a step.
+        threads: CPU threads; PyTorch's own choice by default.
+        rounds: Paired timings a row; in decoding, whose calls are short, eight times as many.
+        device: auto, cpu, cuda or mps.
+        precision: fp32 or bf16.
+        quick: Fewer rounds and a smaller batch: a first look in under a minute.
+        json: Print one JSON object instead of tables.
+    """
+    if threads is not None:
+        if threads < 1:
+            raise InputError(f"--threads must be at least 1, not {threads}")
+        torch.set_num_threads(threads)
+    where = pick_device(device)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    shape = Shape(width=width, heads=heads, kv_heads=kv_heads, length=length, batch=batch)
+    if quick:
+        shape = dataclasses.replace(shape, batch=1, length=min(length, 256), decode_layers=2)
+    rounds = rounds or (5 if quick else 15)
+    rows = choose(variants)
+    verify_all(rows, shape)
+    levels = LEVELS if level == "all" else (level,)
+    table = [row for name in levels for row in measure(name, rows, shape, rounds, where, dtype)]
+    environment = describe(where, precision, shape, rounds)
+    if json:
+        emit_json({"rows": table, "environment": environment})
+        return
+    for name in levels:
+        out.print(as_table(name, [row for row in table if row["level"] == name]))
+    out.print("environment: " + ", ".join(f"{key} {value}" for key, value in environment.items()))
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def measure(
+    level: str, rows: list[Contestant], shape: Shape, rounds: int, device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """One level's rows: time, FLOPs and memory, each as a ratio to standard."""
+
+    plain = build(STANDARD, level, shape, device, dtype)
+    layouts = Layouts()
+
+    def prepare(row: Contestant) -> Any:
+        module = plain if row is STANDARD else build(row, level, shape, device, dtype)
+        if level == "decode":
+            assert isinstance(module, Decoder)
+            assert isinstance(plain, Decoder)
+            share_weights(module, plain)
+            call = decoding_call(module, shape, device, layouts)
+        else:
+            call = training_call(module, level, shape, device, dtype)
+        if device.type != "cuda":
+            return call
+
+        def finished() -> None:
+            call()
+            torch.cuda.synchronize(device)
+
+        return finished
+
+    standard = prepare(STANDARD)
+    calls = {row.label: prepare(row) for row in rows}
+    rounds *= TURNS.get(level, 1)
+    with progress() as bar:
+        task = bar.add_task(f"{level}: timing {len(rows)} rows", total=rounds)
+        times = interleave(standard, calls, rounds=rounds, on_round=lambda: bar.advance(task))
+    flops, memory = count_flops(standard), peak_bytes(standard, device)
+    result = []
+    for row in rows:
+        call = calls[row.label]
+        result.append(
+            {
+                "variant": row.variant,
+                "steps": row.steps,
+                "level": level,
+                **_rounded(times[row.label]),
+                "flop_ratio": round(count_flops(call) / flops, 4),
+                "memory_ratio": round(peak_bytes(call, device) / memory, 4),
+            }
+        )
+    return result
+
+
+def _rounded(ratio: Ratio) -> dict[str, float]:
+    return {
+        "ratio": round(ratio.ratio, 4),
+        "low": round(ratio.low, 4),
+        "high": round(ratio.high, 4),
+        "milliseconds": round(1e3 * ratio.seconds, 3),
+    }
+
+
+def as_table(level: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=f"{level}: time relative to standard attention (1.00 = equal, lower is better)")
+    table.add_column("variant")
+    for heading in ("n", "ratio", "95% interval", "FLOP limit", "memory", "ms"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["variant"],
+            str(row["steps"] or ""),
+            f"{row['ratio']:.3f}×",
+            f"{row['low']:.3f}…{row['high']:.3f}",
+            f"{row['flop_ratio']:.3f}×",
+            f"{row['memory_ratio']:.3f}×",
+            f"{row['milliseconds']:.1f}",
+        )
+    return table
+
+
+def describe(device: torch.device, precision: str, shape: Shape, rounds: int) -> dict[str, Any]:
+    return {
+        "qkflow": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "rounds": rounds,
+        **dataclasses.asdict(shape),
+    }

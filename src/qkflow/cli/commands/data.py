@@ -1,0 +1,166 @@
+"""`qkflow data ...`: the corpora, what is in them, and the cache they are prepared into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from qkflow import console
+from qkflow.data import corpora, pipeline
+from qkflow.data.cache import default_folder
+from qkflow.errors import InputError
+
+Corpus = Annotated[str, tyro.conf.Positional]
+
+
+def list_corpora(*, json: bool = False) -> None:
+    """List the corpora known by name, with size and licence.
+
+    Besides these, a corpus is any path (text, JSONL, CSV, TSV, Parquet, also compressed; a file, a folder or
+    a glob, with #column at its end) and any hub data set (hf:owner/name:config).
+
+    examples:
+      qkflow data list
+      qkflow data list --json
+
+    Args:
+        json: print one JSON object instead of a table.
+    """
+    rows = [_listed(name, known) for name, known in corpora.KNOWN.items()]
+    if json:
+        console.emit_json({"corpora": rows, "cache": str(default_folder())})
+        return
+    table = [[row["name"], row["size"], row["licence"], f"{row['what']}\n{row['from']}"] for row in rows]
+    _table(["corpus", "size", "licence", "what it is, and where from"], table)
+
+
+def _listed(name: str, known: corpora.Known) -> dict[str, str]:
+    size = known.size
+    if not size:
+        try:
+            size = f"{corpora.resolve(name).size / 1e6:.0f} MB"
+        except InputError:
+            size = "not installed"
+    source = f"hf:{known.hub}" if known.hub else "built in"
+    return {"name": name, "size": size, "licence": known.licence, "what": known.what, "from": source}
+
+
+def prepare(
+    corpus: Corpus, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
+) -> None:
+    """Tokenise a corpus into the cache; what is there already is found at once.
+
+    examples:
+      qkflow data prepare speeches
+      qkflow data prepare my_texts/ --tokenizer bpe:8192
+      qkflow data prepare 'notes/*.jsonl.gz#body' --tokenizer bytes
+      qkflow data prepare hf:Salesforce/wikitext:wikitext-103-raw-v1 --tokenizer hf:gpt2
+
+    Args:
+        corpus: a name of `qkflow data list`, a path, or hf:owner/name:config.
+        tokenizer: bytes, bpe:SIZE (trained on the train split), a path, or hf:NAME.
+        cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
+        json: print one JSON object instead of a table.
+    """
+    described = pipeline.prepare(corpus, tokenizer, cache=cache).describe()
+    if json:
+        console.emit_json(described)
+        return
+    _splits_table(described)
+    _line(f"{described['folder']}  {described['fingerprint']}")
+
+
+def describe(
+    corpus: Corpus, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
+) -> None:
+    """Say what a corpus is like: documents, tokens, bytes, entropy, and how much its own past foretells.
+
+    examples:
+      qkflow data describe speeches
+      qkflow data describe patterns:repeat=0.5,topics=4,seed=1
+      qkflow data describe my_texts/ --tokenizer bytes --json
+
+    Args:
+        corpus: a name of `qkflow data list`, a path, or hf:owner/name:config.
+        tokenizer: bytes, bpe:SIZE (trained on the train split), a path, or hf:NAME.
+        cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
+        json: print one JSON object instead of tables.
+    """
+    from qkflow.data.stats import describe as measure
+
+    described = measure(pipeline.prepare(corpus, tokenizer, cache=cache))
+    if json:
+        console.emit_json(described)
+        return
+    _splits_table(described)
+    repetition = described["repetition"]
+    facts = {
+        "tokenizer": f"{described['tokenizer']['spec']}, {described['tokenizer']['vocab_size']:,} tokens",
+        "unigram entropy": f"{described['unigram_entropy_bits']:.3f} bits per token",
+        "vocabulary used": f"{described['vocabulary_used']:.1%}",
+        f"seen in the last {repetition['reach']} tokens": f"{repetition['seen']:.1%} of tokens",
+        "foretold by copying what followed the last token": f"{repetition['copied']:.1%}",
+        "foretold by copying what followed the last two": f"{repetition['copied_2']:.1%}",
+        "repeated documents": f"{described['duplicate_documents']:.1%}",
+        "licence": described["corpus"]["licence"],
+        "fingerprint": described["fingerprint"],
+    }
+    if left_out := described["corpus"].get("left_out"):
+        facts["files left out"] = "\n".join(left_out)
+    _table(["measure (train split)", "value"], [list(fact) for fact in facts.items()])
+
+
+def verify(
+    corpus: Corpus, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
+) -> None:
+    """Check every byte of a prepared corpus against its checksums; what is damaged is named and made anew.
+
+    examples:
+      qkflow data verify speeches
+      qkflow data verify my_texts/ --tokenizer bpe:8192 --json
+
+    Args:
+        corpus: a name of `qkflow data list`, a path, or hf:owner/name:config.
+        tokenizer: the tokenizer it was prepared with.
+        cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
+        json: print one JSON object instead of a sentence.
+    """
+    tokens, damage = pipeline.verify(corpus, tokenizer, cache=cache)
+    if json:
+        console.emit_json({"corpus": corpus, "damage": damage, "fingerprint": tokens.fingerprint})
+        return
+    found = f"{len(damage)} damaged, made anew: {'; '.join(damage)}" if damage else "every byte as recorded"
+    _line(f"{corpus}: {found} ({tokens.fingerprint})")
+
+
+def _line(text: str) -> None:
+    """Print a line as it is: brackets in a path are no markup."""
+    console.out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _splits_table(described: dict[str, Any]) -> None:
+    rows = [
+        [split, *(f"{counts[key]:,}" for key in ("documents", "tokens", "bytes")), _ratio(counts)]
+        for split, counts in described["splits"].items()
+    ]
+    _table(["split", "documents", "tokens", "bytes", "tokens per byte"], rows, described["name"], right=True)
+
+
+def _ratio(counts: dict[str, int]) -> str:
+    return f"{counts['tokens'] / counts['bytes']:.4f}" if counts["bytes"] else "-"
+
+
+def _table(
+    columns: list[str], rows: list[list[str]], title: str | None = None, *, right: bool = False
+) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title) if title else None)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if right and number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.out.print(table)

@@ -1,0 +1,125 @@
+"""`qkflow generate`: let a trained model write."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from qkflow import console
+from qkflow.config_io import check_seed, check_text
+from qkflow.errors import InputError
+
+
+def generate(
+    model: Annotated[Path, tyro.conf.Positional],
+    *,
+    prompt: str = "",
+    tokens: int = 100,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    samples: int = 1,
+    device: str = "auto",
+    threads: int | None = None,
+    json: bool = False,
+) -> None:
+    """Continue a prompt with a trained model, as it is written.
+
+    examples:
+      qkflow generate runs/first --prompt "My fellow citizens"
+      qkflow generate runs/first --prompt "The state of" --tokens 300 --temperature 0.7 --top-p 0.9 --seed 1
+      qkflow generate runs/first --samples 4 --json
+
+    Args:
+        model: folder of a finished run, or its model folder.
+        prompt: text to go on from; without one, a new document is begun.
+        tokens: how many to write; the end of a document ends a text sooner.
+        temperature: 0 always takes the likeliest token; 1 draws as the model has learned.
+        top_k: draw from the k likeliest tokens only.
+        top_p: draw from the fewest tokens that together have this probability.
+        seed: the same seed writes the same text (default: another each time).
+        samples: how many texts to write.
+        device: auto, cpu, cuda or mps.
+        threads: of the processor (default: all cores).
+        json: print one JSON object instead of text.
+    """
+    import torch
+
+    from qkflow.models.generate import generate as continue_ids
+    from qkflow.training.distributed import find_device
+    from qkflow.training.pretrained import load_model
+    from qkflow.training.worker import prepare_process
+
+    check_text("--prompt", prompt)
+    if samples < 1:
+        raise InputError(f"--samples must be at least 1, not {samples}")
+    if seed is not None:
+        check_seed("--seed", seed)
+    prepare_process(threads)
+    decoder, tokenizer = load_model(model, device=find_device(device))
+    read = tokenizer.encode_start(prompt)
+    ids = torch.tensor([read] * samples)
+    printer = _Printer(tokenizer, prompt) if samples == 1 and not json else None
+    began = time.perf_counter()
+    made = continue_ids(
+        decoder,
+        ids,
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        end=tokenizer.end_of_document,
+        stream=printer,
+    )
+    seconds = time.perf_counter() - began
+    count = made.shape[1] - ids.shape[1]
+    texts = [
+        prompt + tokenizer.decode(_until(row, tokenizer.end_of_document))
+        for row in made[:, len(read) :].tolist()
+    ]
+    if json:
+        console.emit_json({"texts": texts, "tokens": count, "tokens_per_second": samples * count / seconds})
+        return
+    if printer is None:
+        for number, text in enumerate(texts, 1):
+            print(f"--- {number}\n{text}")
+    else:
+        printer.finish()
+    console.err.print(
+        f"{count} tokens, {samples * count / seconds:.0f} tokens/s", style="dim", highlight=False
+    )
+
+
+def _until(tokens: list[int], end: int) -> list[int]:
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+class _Printer:
+    """Writes a text token by token, holding back a character while only some of its bytes are known."""
+
+    def __init__(self, tokenizer: Any, prompt: str) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+        sys.stdout.write(prompt)
+
+    def __call__(self, token: Any) -> None:
+        self._tokens.append(int(token))
+        text = self._tokenizer.decode(self._tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text[self._shown :])
+        sys.stdout.flush()
+        self._shown = len(text)
+
+    def finish(self) -> None:
+        self._write(self._tokenizer.decode(self._tokens))
+        sys.stdout.write("\n")

@@ -1,0 +1,34 @@
+"""`qkflow report`: build a comparison's outputs anew from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tyro
+
+
+def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
+    """Write report.html, summary.json, summary.csv and curves.csv anew from the runs in a study's folder.
+
+    Nothing is trained. It may be run while the comparison is still going, to see how things stand.
+
+    examples:
+      qkflow report runs/speeches-tiny-200000
+      qkflow report study --json
+
+    Args:
+        folder: The folder `qkflow compare` or `qkflow pace study` wrote.
+        json: Print the summary as JSON, and nothing else, on stdout.
+    """
+    from qkflow.studies.pace.config import is_pace_study
+    from qkflow.studies.runner.study_dir import StudyFolder
+
+    if is_pace_study(StudyFolder(folder).load()):
+        from qkflow.cli.commands import pace_study
+        from qkflow.studies.pace import rebuild as rebuild_pace
+
+        return pace_study.show(rebuild_pace(folder), json)
+    from qkflow.cli.commands.compare import show
+    from qkflow.studies import rebuild
+
+    return show(rebuild(folder), json)

@@ -1,1 +1,0 @@
-"""One module a subcommand; `qkflow.cli` holds the table."""

@@ -1,0 +1,1 @@
+"""Readers: text files, tables, documents within text, and Hugging Face data sets."""

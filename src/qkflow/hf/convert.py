@@ -1,0 +1,203 @@
+"""Between our models and those of `transformers`, without a change in their output.
+
+`to_transformers` puts a decoder into our own architecture, sharing its weights; `to_llama` turns one with
+standard attention into a plain Llama, which everything reads; `from_llama` goes back. Llama lays out its
+heads and rotations as we do, so that conversion renames tensors and computes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from qkflow.attention.attention import merge
+from qkflow.attention.rope import Rotary
+from qkflow.errors import InputError
+from qkflow.hf.modeling import QKFlowConfig, QKFlowForCausalLM, QKFlowModel
+from qkflow.models import AttentionConfig, Decoder, ModelConfig
+
+# our names and Llama's, outside the blocks and within one
+OUTSIDE = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.qk.q": "self_attn.q_proj",
+    "attention.qk.k": "self_attn.k_proj",
+    "attention.ov.v": "self_attn.v_proj",
+    "attention.ov.o": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+
+
+def to_transformers(model: Decoder, **config: Any) -> QKFlowForCausalLM:
+    """Our decoder as a `transformers` model that shares its weights; `config` sets e.g. `eos_token_id`."""
+    with torch.device("meta"):
+        wrapped = QKFlowForCausalLM(QKFlowConfig(shape=model.config.to_dict(), **config))
+    wrapped.model.decoder = model
+    return wrapped.train(model.training)
+
+
+def from_transformers(model: nn.Module) -> Decoder:
+    """The decoder inside a model of our architecture, or the one that a Llama amounts to."""
+    for module in model.modules():
+        if isinstance(module, QKFlowModel):
+            return module.decoder
+    if isinstance(model, LlamaForCausalLM):
+        return from_llama(model)
+    raise InputError(
+        f"a {type(model).__name__} is neither a qkflow model nor a Llama, so it cannot be converted"
+    )
+
+
+def to_llama(model: Decoder, **config: Any) -> LlamaForCausalLM:
+    """A decoder with standard attention, or with `drift`, which is merged, as a plain Llama."""
+    if any("drift" in module.coupling_spec.name for module in _attentions(model)):
+        model = copy.deepcopy(model)
+        merge(model)
+    _refuse_unlike_llama(model)
+    shape = model.config
+    attention = shape.attention
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=shape.hidden_size,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads or shape.heads,
+            head_dim=shape.head_size or shape.width // shape.heads,
+            rms_norm_eps=shape.norm_eps,
+            tie_word_embeddings=shape.tied,
+            attention_bias=attention.bias,
+            attention_dropout=attention.dropout,
+            rope_parameters=_rope_to_llama(model),
+            **{"bos_token_id": None, "eos_token_id": None, **config},
+        )
+    )
+    names = _names(shape.layers)
+    state = {_rename(name, names): value for name, value in model.state_dict().items()}
+    if shape.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    llama.load_state_dict(state)
+    return llama.to(model.output_weight.dtype).train(model.training)
+
+
+def from_llama(model: LlamaForCausalLM) -> Decoder:
+    """The decoder that a Llama amounts to, with a copy of its weights."""
+    config = model.config
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError("a quantised Llama does not convert: convert the one it was made of")
+    if config.hidden_act != "silu" or config.mlp_bias:
+        raise InputError("only a Llama with a SiLU feed-forward without biases converts")
+    shape = ModelConfig(
+        vocabulary=config.vocab_size,
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        feed_forward="swiglu",
+        hidden=config.intermediate_size,
+        tied=config.tie_word_embeddings,
+        norm_eps=config.rms_norm_eps,
+        attention=AttentionConfig(
+            bias=config.attention_bias,
+            dropout=config.attention_dropout or 0.0,
+            rope=_rope_from_llama(config.rope_parameters),
+        ),
+    )
+    names = {theirs: ours for ours, theirs in _names(shape.layers).items()}
+    state = {_rename(name, names): value.clone() for name, value in model.state_dict().items()}
+    if shape.tied:
+        state.pop("head.weight", None)
+    decoder = Decoder(shape, device="meta").to_empty(device=model.device)
+    decoder.load_state_dict(state, assign=True)
+    return decoder.train(model.training)
+
+
+def _attentions(model: Decoder) -> list[Any]:
+    return [block.attention for block in model.blocks]
+
+
+def _refuse_unlike_llama(model: Decoder) -> None:
+    shape, attention = model.config, model.config.attention
+    unlike = {
+        f"the coupling '{_attentions(model)[0].coupling_spec}'": any(
+            layer.coupling_spec.name != "none" for layer in _attentions(model)
+        ),
+        f"'{attention.scoring}' scoring": attention.scoring != "softmax",
+        f"the collapsed circuit '{attention.circuit}'": attention.circuit != "FAFO",
+        "query-key norms": attention.qk_norm,
+        "a window": attention.window is not None,
+        "no rotary positions": _attentions(model)[0].rope is None,
+        "a GELU feed-forward": shape.feed_forward != "swiglu",
+        "a slow path": shape.slow is not None,
+    }
+    found = [what for what, there in unlike.items() if there]
+    if found:
+        raise InputError(
+            f"a Llama cannot have {', '.join(found)}: convert to the qkflow architecture instead "
+            "(to_transformers, or `qkflow export --to qkflow`)"
+        )
+
+
+def _names(layers: int) -> dict[str, str]:
+    blocks = {
+        f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}"
+        for layer in range(layers)
+        for ours, theirs in BLOCK.items()
+    }
+    return {**OUTSIDE, **blocks}
+
+
+def _rename(name: str, names: dict[str, str]) -> str:
+    module, _, tensor = name.rpartition(".")
+    if module not in names:
+        raise InputError(f"the weight '{name}' has no place in the other model, so it cannot be converted")
+    return f"{names[module]}.{tensor}"
+
+
+def _rope_to_llama(model: Decoder) -> dict[str, Any]:
+    rope: Rotary = _attentions(model)[0].rope
+    size = _attentions(model)[0].heads.size
+    if rope.scaling == "linear":
+        return {"rope_type": "linear", "rope_theta": rope.base, "factor": rope.factor}
+    if rope.scaling == "llama3":
+        return {
+            "rope_type": "llama3",
+            "rope_theta": rope.base,
+            "factor": rope.factor,
+            "low_freq_factor": rope.low,
+            "high_freq_factor": rope.high,
+            "original_max_position_embeddings": rope.original_length,
+        }
+    base = rope.base * (rope.factor ** (size / max(size - 2, 1)) if rope.scaling == "ntk" else 1.0)
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def _rope_from_llama(rope: dict[str, Any]) -> dict[str, Any]:
+    kind, base = rope.get("rope_type", "default"), float(rope["rope_theta"])
+    if kind == "default":
+        return {"base": base}
+    if kind == "linear":
+        return {"base": base, "scaling": "linear", "factor": float(rope["factor"])}
+    if kind == "llama3":
+        return {
+            "base": base,
+            "scaling": "llama3",
+            "factor": float(rope["factor"]),
+            "low": float(rope["low_freq_factor"]),
+            "high": float(rope["high_freq_factor"]),
+            "original_length": int(rope["original_max_position_embeddings"]),
+        }
+    raise InputError(f"rotary scaling '{kind}' is not known here: default, linear and llama3 convert")

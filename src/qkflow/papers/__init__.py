@@ -1,0 +1,1 @@
+"""Theory and reproductions of the three papers. Nothing but the command line imports this package."""

@@ -1,0 +1,102 @@
+"""φ_θ: the equilibrium manifold p_st(y) found by descent instead of by solving.
+
+A softmax-output network is a distribution whatever its weights, so the one condition left is W p = 0, and
+E‖W(y)·φ_θ(y)‖² over the slow variable measures how badly it is missed: zero exactly where φ_θ = p_st. The
+exact solution plays no part in the training; it is only what the result is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qkflow.errors import InputError
+from qkflow.papers.fast_slow.convergence import DriftingGenerator, turn
+
+
+class Phi(nn.Module):
+    """Angle y (...) → distribution (..., N), through a two-layer network of (cos y, sin y)."""
+
+    def __init__(self, states: int, hidden: int) -> None:
+        super().__init__()
+        self.logits = nn.Sequential(
+            nn.Linear(2, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, states)
+        ).double()
+
+    def forward(self, y: Tensor) -> Tensor:
+        return torch.softmax(self.logits(torch.stack([y.cos(), y.sin()], -1)), -1)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p‖q) (...,) in nats; states with p = 0 add nothing."""
+    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """φ_θ after training, and its history on the circle: step, E‖Wφ‖², mean and largest KL(p_st‖φ)."""
+
+    phi: Phi
+    steps: list[int]
+    residuals: list[float]
+    kl_mean: list[float]
+    kl_max: list[float]
+
+
+def fit(
+    generator: DriftingGenerator,
+    steps: int = 2000,
+    hidden: int = 32,
+    batch: int = 64,
+    learning_rate: float = 1e-2,
+    seed: int = 0,
+    each: Callable[[int, float], None] = lambda step, kl: None,
+) -> Fit:
+    """Train φ_θ with Adam on random angles; about a hundred times on the way, measure it on a fixed grid.
+
+    `each` is told the step and the mean KL of every measurement.
+    """
+    if min(steps, hidden, batch) < 1 or not learning_rate > 0:
+        raise InputError(
+            "training φ needs positive steps, hidden, batch and learning rate, "
+            f"not {steps}, {hidden}, {batch} and {learning_rate:g}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        phi = Phi(generator.states, hidden)
+    source = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(phi.parameters(), learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    y_grid = turn(256)
+    W_grid, exact = generator.at(y_grid), generator.stationary(y_grid)
+    history = Fit(phi, [], [], [], [])
+    for step in range(steps + 1):
+        if step % math.ceil(steps / 100) == 0 or step == steps:
+            _measure(history, step, W_grid, exact, y_grid)
+            each(step, history.kl_mean[-1])
+        if step < steps:
+            y = 2 * math.pi * torch.rand(batch, generator=source, dtype=torch.float64)
+            optimizer.zero_grad()
+            residual(generator.at(y), phi(y)).backward()
+            optimizer.step()
+            schedule.step()
+    return history
+
+
+def residual(W: Tensor, p: Tensor) -> Tensor:
+    """E‖W p‖², the loss: how fast the distributions p (B, N) would still move under their generators."""
+    return (W @ p[..., None]).square().sum((-2, -1)).mean()
+
+
+@torch.no_grad()
+def _measure(history: Fit, step: int, W: Tensor, exact: Tensor, y: Tensor) -> None:
+    p = history.phi(y)
+    apart = kl(exact, p)
+    history.steps.append(step)
+    history.residuals.append(float(residual(W, p)))
+    history.kl_mean.append(float(apart.mean()))
+    history.kl_max.append(float(apart.max()))

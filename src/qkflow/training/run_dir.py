@@ -1,0 +1,57 @@
+"""A run's process: alone in its folder, and asked politely to stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from qkflow.errors import InputError
+from qkflow.files import make_folder
+from qkflow.training.distributed import Team
+
+
+@contextmanager
+def alone_in(folder: Path, team: Team) -> Iterator[None]:
+    """Hold the folder: two runs in one would write over each other. A kill lets go of it."""
+    if not team.leads:
+        yield
+        return
+    from filelock import FileLock, Timeout
+
+    make_folder(folder)
+    lock = FileLock(folder / ".worker.lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"another process is training in {folder}: wait for it, or give another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event set by Ctrl-C or SIGTERM, for the run to save its state; asked twice, it stops at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from families import output, tiny, token_ids
+from qkflow import hf
+from qkflow.errors import InputError
+
+
+def scored(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention that trusts the mask it is given, as custom functions do."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+def leaks(implementation: str) -> bool:
+    model = tiny("llama")
+    model.set_attn_implementation(implementation)
+    ids, changed = token_ids(), token_ids()
+    changed[:, -1] = (changed[:, -1] + 1) % 90 + 3
+    return not torch.equal(output(model, ids)[:, :-1], output(model, changed)[:, :-1])
+
+
+def test_a_registered_attention_does_not_see_the_future() -> None:
+    hf.register_attention("test_scored", scored, mask="eager")
+    assert not leaks("test_scored")
+    model = tiny("llama")
+    expected = output(model, token_ids())
+    model.set_attn_implementation("test_scored")
+    torch.testing.assert_close(output(model, token_ids()), expected)
+
+
+def test_without_its_mask_it_would() -> None:
+    """The trap that `register_attention` exists for; if this changes, it may be retired."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("test_unmasked", scored)
+    assert leaks("test_unmasked")
+
+
+def test_a_mask_must_be_known() -> None:
+    with pytest.raises(InputError, match=r"unknown mask 'sdpaa': did you mean 'sdpa'"):
+        hf.register_attention("x", scored, mask="sdpaa")
+    with pytest.raises(InputError, match=r"needs a function and a mask"):
+        hf.register_attention("x", scored, mask=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"mask"):
+        hf.register_attention("x", scored)  # type: ignore[call-arg]

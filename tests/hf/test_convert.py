@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
+
+from families import output, tiny, token_ids
+from qkflow import hf
+from qkflow.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer, train_bpe
+from qkflow.errors import InputError
+from qkflow.hf.pretrained import fast_tokenizer
+from qkflow.models import Decoder, ModelConfig
+from qkflow.training import pretrained
+
+SHAPE: dict[str, Any] = {"vocabulary": 96, "layers": 2, "width": 64, "heads": 4, "feed_forward": "swiglu"}
+
+
+def decoder(attention: dict[str, Any] | None = None, **changes: Any) -> Decoder:
+    shape = {**SHAPE, "attention": attention or {}, **changes}
+    return Decoder(ModelConfig.from_dict(shape), seed=0).eval()
+
+
+def logits(model: Decoder, length: int = 9) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(model(token_ids(2, length)))
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [
+        ({}, {}),
+        ({"bias": True}, {"kv_heads": 2, "tied": False, "hidden": 80, "norm_eps": 1e-5}),
+        ({"rope": {"base": 5e5}}, {"head_size": 32}),
+        ({"rope": {"scaling": "linear", "factor": 4.0}}, {}),
+        ({"rope": {"scaling": "ntk", "factor": 4.0}}, {}),
+        ({"rope": {"scaling": "llama3", "factor": 8.0, "original_length": 64}}, {}),
+    ],
+    ids=["plain", "bias, grouped, untied", "other base", "linear", "ntk", "llama3"],
+)
+def test_standard_attention_is_a_llama_and_comes_back(
+    attention: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    ours = decoder(attention, **changes)
+    llama = hf.to_llama(ours)
+    assert type(llama) is transformers.LlamaForCausalLM
+    torch.testing.assert_close(output(llama, token_ids(2, 64)), logits(ours, 64), rtol=0, atol=1e-5)
+    back = hf.from_llama(llama)
+    assert back.state_dict().keys() == ours.state_dict().keys()
+    assert all(torch.equal(back.state_dict()[name], value) for name, value in ours.state_dict().items())
+    torch.testing.assert_close(logits(back, 64), logits(ours, 64), rtol=0, atol=1e-5)
+
+
+def test_a_llama_of_their_making_converts() -> None:
+    llama = tiny("llama", attention_bias=True)
+    ours = hf.from_transformers(llama)
+    torch.testing.assert_close(logits(ours), output(llama, token_ids()), rtol=0, atol=1e-5)
+    assert torch.equal(output(hf.to_llama(ours), token_ids()), output(llama, token_ids()))
+
+
+def test_a_drift_is_merged_on_the_way_to_a_llama() -> None:
+    ours = decoder({"coupling": "drift:step=0.8"})
+    before = logits(ours)
+    torch.testing.assert_close(output(hf.to_llama(ours), token_ids()), before, rtol=0, atol=1e-5)
+    assert torch.equal(logits(ours), before), "the model that was given is left alone"
+    assert ours.blocks[0].attention.coupling_spec.name == "drift"
+
+
+def test_what_a_llama_cannot_be_is_named() -> None:
+    with pytest.raises(
+        InputError, match=r"cannot have the coupling 'euler'.*query-key norms.*GELU feed-forward"
+    ):
+        hf.to_llama(decoder({"coupling": "euler", "qk_norm": True}, feed_forward="gelu"))
+    with pytest.raises(InputError, match=r"a Llama cannot have a slow path: convert to the qkflow"):
+        hf.to_llama(decoder(slow={"ratio": 4}))
+    with pytest.raises(InputError, match=r"'differential' scoring"):
+        hf.to_llama(decoder({"scoring": "differential"}))
+    with pytest.raises(InputError, match=r"neither a qkflow model nor a Llama"):
+        hf.from_transformers(tiny("gpt2"))
+    with pytest.raises(InputError, match=r"rotary scaling 'dynamic'"):
+        hf.from_llama(
+            tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+        )
+
+
+def bpe() -> SubwordTokenizer:
+    return train_bpe(iter(["to be or not to be, that is the question: " * 20]), 300)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), bpe()], ids=["bytes", "bpe"])
+def test_tokenizers_agree(tokenizer: Tokenizer) -> None:
+    words = fast_tokenizer(tokenizer)
+    for text in ("to be or not\n to be", "Grüße, 東京 \U0001f600", " two  spaces"):
+        assert words(text)["input_ids"] == tokenizer.encode(text)
+        assert words.decode(tokenizer.encode(text)) == text
+    assert words.eos_token_id == tokenizer.end_of_document
+
+
+def run_folder(
+    path: Path, attention: dict[str, Any] | None = None, length: int | None = 48
+) -> tuple[Decoder, Tokenizer]:
+    """A finished run as the training loop leaves it."""
+    tokenizer = bpe()
+    model = decoder(attention, vocabulary=tokenizer.vocab_size)
+    weights = pretrained.full_weights(model)
+    pretrained.save(path / "model", model.config, weights, tokenizer, length=length)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize(("to", "coupling"), [("qkflow", "euler"), ("llama", "drift")])
+def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) -> None:
+    model, tokenizer = run_folder(tmp_path / "run", {"coupling": coupling})
+    hf.export(tmp_path / "run", tmp_path / "out", to=to)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
+    assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = token_ids()
+    torch.testing.assert_close(output(loaded, ids), logits(model), rtol=0, atol=1e-5)
+    assert loaded.config.eos_token_id == tokenizer.end_of_document
+    assert loaded.config.max_position_embeddings == 48
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert words("to be")["input_ids"] == tokenizer.encode("to be")
+
+    hf.import_model(tmp_path / "out", tmp_path / "back")
+    again, same = pretrained.load_model(tmp_path / "back")
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
+    assert same.encode("that is") == tokenizer.encode("that is")
+    assert same.end_of_document == tokenizer.end_of_document
+    assert hf.open_model(tmp_path / "back")[0].config.max_position_embeddings == 48
+
+
+@pytest.mark.parametrize("to", ["qkflow", "llama"])
+def test_a_llama_of_others_keeps_its_length_and_special_tokens(to: Any, tmp_path: Path) -> None:
+    special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [255, 256]}
+    llama = tiny("llama", vocab_size=300, max_position_embeddings=64, **special)
+    llama.save_pretrained(tmp_path / "llama")
+    theirs = fast_tokenizer(bpe())
+    theirs.add_special_tokens({"bos_token": "<s>"})
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
+    )
+    theirs.save_pretrained(tmp_path / "llama")
+    hf.import_model(tmp_path / "llama", tmp_path / "run")
+    hf.export(tmp_path / "run", tmp_path / "out", to=to)
+    for name in ("run", "out"):
+        model, words = hf.open_model(tmp_path / name)
+        found = {key: getattr(model.config, key) for key in ("max_position_embeddings", *special)}
+        assert found == {"max_position_embeddings": 64, **special}
+        assert words("to be")["input_ids"] == theirs("to be")["input_ids"]
+        assert (words.bos_token, words.eos_token) == ("<s>", theirs.eos_token)
+    _, ours = pretrained.load_model(tmp_path / "run")
+    assert ours.encode_start("to be") == theirs("to be")["input_ids"]
+    assert ours.encode("to be") == theirs("to be")["input_ids"][1:]
+
+
+def test_a_model_trained_here_reads_texts_without_a_template(tmp_path: Path) -> None:
+    tokenizer = bpe()
+    end = tokenizer.rust.id_to_token(tokenizer.end_of_document)
+    tokenizer.rust.post_processor = TemplateProcessing(
+        single=f"{end} $A {end}", special_tokens=[(end, tokenizer.end_of_document)]
+    )
+    assert fast_tokenizer(tokenizer)("to be")["input_ids"] == tokenizer.encode("to be")
+    assert tokenizer.encode_start("to be") == [tokenizer.end_of_document, *tokenizer.encode("to be")]
+
+
+def test_folders_that_do_not_say_their_length_are_exported(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run", length=None)
+    described = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert described.keys() == {"format", "model", "end_of_document"}
+    assert hf.export(tmp_path / "run", tmp_path / "out").config.max_position_embeddings == 2048
+    described["length"] = "long"
+    (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(described))
+    with pytest.raises(InputError, match=r"config.json is damaged: its 'length' is 'long'"):
+        hf.export(tmp_path / "run", tmp_path / "again")
+
+
+def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
+    import yaml
+
+    run_folder(tmp_path / "run", {"coupling": "euler"})
+    hf.export(tmp_path / "run", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header)["tags"] == ["qkflow", "coupling:euler"]
+    assert "import qkflow.hf" in text
+    assert "q ← q + Δ·k" in text
+
+
+def test_the_card_of_a_merged_drift_is_that_of_the_llama(tmp_path: Path) -> None:
+    drifting, _ = run_folder(tmp_path / "run", {"coupling": "drift"})
+    llama = hf.export(tmp_path / "run", tmp_path / "out", to="llama")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert sum(parameter.numel() for parameter in drifting.parameters()) > llama.num_parameters()
+    assert f"| parameters | {llama.num_parameters():,} |" in card
+    assert "| coupling | `none` |" in card
+    assert "The drift it was trained with is merged into its weights." in card
+
+
+def test_models_open_whatever_they_are(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    hf.export(tmp_path / "run", tmp_path / "out")
+    ours, words = hf.open_model(tmp_path / "run")
+    theirs, _ = hf.open_model(tmp_path / "out")
+    torch.testing.assert_close(output(ours, token_ids()), output(theirs, token_ids()))
+    assert words("to be")["input_ids"]
+    llama = hf.attach(tiny("llama"), "drift", step=2.0)
+    hf.save(llama, tmp_path / "adapter")
+    hf.detach(llama).save_pretrained(tmp_path / "llama")
+    fast_tokenizer(bpe()).save_pretrained(tmp_path / "llama")
+    coupled, _ = hf.open_model(tmp_path / "llama", coupling=tmp_path / "adapter")
+    assert len(hf.attached(coupled)) == 2
+
+
+def test_bad_folders_are_refused(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    with pytest.raises(InputError, match=r"exists already"):
+        hf.export(tmp_path / "run", tmp_path / "run")
+    with pytest.raises(InputError, match=r"'qkflow' or 'llama', not 'gpt2'"):
+        hf.export(tmp_path / "run", tmp_path / "out", to="gpt2")  # type: ignore[arg-type]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"cannot be opened as a causal model"):
+        hf.open_model(tmp_path / "empty")
+    assert not (tmp_path / "out").exists()
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')\n")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "evil",
+                "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.M"},
+            }
+        )
+    )
+    with pytest.raises(InputError, match=r"cannot be opened"):
+        hf.open_model(tmp_path)

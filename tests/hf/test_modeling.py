@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from qkflow import hf
+from qkflow.attention import merge
+from qkflow.data.tokenizer import ByteTokenizer
+from qkflow.errors import InputError
+from qkflow.hf.pretrained import fast_tokenizer
+from qkflow.models import Decoder
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "coupled, grouped, untied": {
+        "kv_heads": 2,
+        "tied": False,
+        "attention": {"coupling": "affine", "bias": True, "window": 6},
+    },
+    "differential": {"attention": {"coupling": "leapfrog:n=2", "scoring": "differential", "qk_norm": True}},
+}
+
+
+def config(**changes: Any) -> hf.QKFlowConfig:
+    shape = {"vocabulary": 96, "layers": 2, "width": 64, "heads": 4, "feed_forward": "swiglu"}
+    return hf.QKFlowConfig(**{**shape, **changes})
+
+
+def causal(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return hf.QKFlowForCausalLM(config(**changes)).eval()
+
+
+def prompt(batch: int = 2, length: int = 7) -> Tensor:
+    return torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_models_come_back_through_the_auto_classes(variant: str, tmp_path: Path) -> None:
+    model = causal(**VARIANTS[variant])
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is hf.QKFlowForCausalLM
+    assert again.config.model_config() == model.config.model_config()
+    assert torch.equal(again(input_ids=prompt()).logits, model(input_ids=prompt()).logits)
+    bare = hf.QKFlowModel.from_pretrained(tmp_path)
+    assert torch.equal(
+        bare(input_ids=prompt()).last_hidden_state, model.model(input_ids=prompt()).last_hidden_state
+    )
+
+
+def test_the_wrapper_adds_nothing_to_the_decoder() -> None:
+    model = causal()
+    decoder = hf.from_transformers(model)
+    assert isinstance(decoder, Decoder)
+    with torch.no_grad():
+        expected = decoder.logits(decoder(prompt()))
+        assert torch.equal(model(input_ids=prompt()).logits, expected)
+    fresh = Decoder(model.config.model_config(), seed=3)
+    wrapped = hf.to_transformers(fresh)
+    assert {name.removeprefix("model.decoder."): p for name, p in wrapped.named_parameters()} == dict(
+        fresh.named_parameters()
+    )
+
+
+def test_a_fresh_model_keeps_the_start_of_its_config() -> None:
+    model = causal(start="fan_in")
+    weight = hf.from_transformers(model).blocks[0].feed_forward.up.weight
+    assert float(weight.detach().std()) == pytest.approx(0.7 / 8, rel=0.05)
+
+
+def test_weights_missing_from_a_checkpoint_are_started_and_the_others_kept(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = causal()
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    lost = "model.decoder.blocks.0.attention.qk.q.weight"
+    state.pop(lost)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = hf.QKFlowForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert float(again[lost].std()) == pytest.approx(0.02, rel=0.1)
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generation_is_the_same_with_and_without_caches(variant: str) -> None:
+    model = causal(**VARIANTS[variant])
+    ids = prompt()
+    common = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    plain = model.generate(ids, use_cache=False, **common)
+    assert torch.equal(model.generate(ids, **common), plain)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **common), plain)
+    assert torch.equal(model.generate(ids, past_key_values=DynamicCache(), **common), plain)
+    beams = model.generate(ids, num_beams=3, use_cache=False, **common)
+    assert torch.equal(model.generate(ids, num_beams=3, **common), beams)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+    left = model.generate(padded, attention_mask=(padded != 0).long(), **common)
+    assert torch.equal(left[:, 3:], plain)
+
+
+def test_a_slow_path_generates_without_a_cache(tmp_path: Path) -> None:
+    model = causal(slow={"ratio": 4, "layers": 1, "start": 0.5})
+    ids = torch.randint(96, (2, 9))
+    out = model(ids, output_hidden_states=True)
+    assert len(out.hidden_states) == 3, "the slow path's blocks are not layers of the model"
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    made = again.generate(ids, max_new_tokens=5, do_sample=False, num_beams=2, pad_token_id=0)
+    assert torch.equal(
+        made, model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=2, pad_token_id=0)
+    )
+    for asked in ({"use_cache": True}, {"cache_implementation": "static"}):
+        cached = model.generate(ids, max_new_tokens=5, do_sample=False, num_beams=2, pad_token_id=0, **asked)
+        assert torch.equal(cached, made)
+    with pytest.raises(InputError, match="pass use_cache=False"):
+        model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("coupling", ["drift:step=0.8", "euler:step=0.8", "leapfrog:n=2:step=0.8"])
+def test_a_merged_model_comes_back_as_it_was(coupling: str, tmp_path: Path) -> None:
+    model = causal(attention={"coupling": coupling}, start="fan_in")
+    ids = torch.randint(96, (2, 9))
+    before = model(ids).logits
+    merge(model)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    decoder = Decoder(model.model.decoder.config)
+    decoder.load_state_dict(model.model.decoder.state_dict())
+    if not coupling.startswith("drift"):
+        with pytest.raises(RuntimeError, match="drift_is_folded"):
+            causal(attention={"coupling": coupling}).load_state_dict(model.state_dict())
+
+
+def test_right_padding_changes_no_real_token() -> None:
+    model, ids = causal(), prompt()
+    padded = torch.cat([ids, torch.zeros(2, 4, dtype=torch.long)], dim=1)
+    logits = model(input_ids=padded, attention_mask=(padded != 0).long()).logits[:, :7]
+    torch.testing.assert_close(logits, model(input_ids=ids).logits)
+
+
+def test_checkpointing_hidden_states_and_loss() -> None:
+    model = causal().train()
+    out = model(input_ids=prompt(), labels=prompt(), output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    out.loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    model(input_ids=prompt(), labels=prompt()).loss.backward()
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_vocabulary_can_grow(tied: bool) -> None:
+    model = causal(tied=tied)
+    model.resize_token_embeddings(100, mean_resizing=False)
+    assert model(input_ids=prompt()).logits.shape[-1] == model.config.vocab_size == 100
+    assert model.config.model_config().vocabulary == 100
+    assert hf.from_transformers(model).config.vocabulary == 100
+
+
+def test_classification_reads_the_last_real_token(tmp_path: Path) -> None:
+    causal().save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3, pad_token_id=0).eval()
+    ids = prompt()
+    padded = torch.cat([ids, torch.zeros(2, 4, dtype=torch.long)], dim=1)
+    short = model(input_ids=ids).logits
+    long = model(input_ids=padded, attention_mask=(padded != 0).long()).logits
+    assert short.shape == (2, 3)
+    torch.testing.assert_close(short, long)
+
+
+def test_a_pipeline_and_the_trainer_take_it(tmp_path: Path) -> None:
+    words = fast_tokenizer(ByteTokenizer())
+    model = causal(vocabulary=257, eos_token_id=256, pad_token_id=256, attention={"coupling": "euler"})
+    rows = [{"input_ids": words("to be or not to be ")["input_ids"]} for _ in range(8)]
+    for row in rows:
+        row["labels"] = row["input_ids"]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none",
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    before = model(
+        input_ids=torch.tensor([rows[0]["input_ids"]]), labels=torch.tensor([rows[0]["labels"]])
+    ).loss
+    Trainer(model, arguments, train_dataset=rows).train()
+    model.eval()
+    after = model(
+        input_ids=torch.tensor([rows[0]["input_ids"]]), labels=torch.tensor([rows[0]["labels"]])
+    ).loss
+    assert after < before
+    written = pipeline("text-generation", model=model, tokenizer=words, device="cpu")
+    text = written("to be", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    assert text.startswith("to be")
+
+
+def test_what_it_cannot_take_is_said() -> None:
+    model = causal()
+    for given in ({}, {"input_ids": prompt(), "inputs_embeds": torch.randn(2, 7, 64)}):
+        with pytest.raises(InputError, match=r"either input_ids or inputs_embeds"):
+            model(**given)
+    with pytest.raises(InputError, match=r"attention_mask must be \(batch, tokens\)"):
+        model(input_ids=prompt(), attention_mask=torch.ones(2, 1, 7, 7))
+    with pytest.raises(InputError, match=r"attention_mask covers 3 tokens of 7"):
+        model(input_ids=prompt(), attention_mask=torch.ones(2, 3))
+    assert hf.QKFlowConfig(num_key_value_heads=2).model_config().kv_heads == 2
+    with pytest.raises(InputError, match=r"unknown key of model 'layrs'"):
+        hf.QKFlowConfig(shape={"vocabulary": 8, "layrs": 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"coupling": "euler"},
+            r"'coupling' is an option of attention: give attention={'coupling': 'euler'}",
+        ),
+        ({"layrs": 3}, r"unknown field of QKFlowConfig 'layrs': did you mean 'layers'"),
+        ({"shape": [1]}, r"shape is a mapping"),
+        ({"layers": 3, "num_hidden_layers": 2}, r"layers=3 and num_hidden_layers=2 contradict"),
+        ({"num_hidden_layers": 0}, r"model.layers must be at least 1"),
+    ],
+)
+def test_a_config_that_would_be_passed_over_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        hf.QKFlowConfig(**given)
+
+
+def test_every_name_of_a_field_reads_and_writes_it(tmp_path: Path) -> None:
+    made = hf.QKFlowConfig(num_hidden_layers=3, intermediate_size=96, head_dim=8, rms_norm_eps=1e-3)
+    shape = made.model_config()
+    assert (shape.layers, shape.hidden, shape.head_size, shape.norm_eps) == (3, 96, 8, 1e-3)
+    config().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["hidden_size"], written["num_key_value_heads"], written["intermediate_size"]) == (
+        64,
+        4,
+        256,
+    )
+    changed = AutoConfig.from_pretrained(tmp_path, layers=1, attention={"coupling": "euler"})
+    assert (changed.num_hidden_layers, changed.model_config().attention.coupling) == (1, "euler")
+
+
+def test_texts_packed_into_a_row_do_not_see_each_other() -> None:
+    model = causal(attention={"coupling": "euler"})
+    first, second = prompt(1, 4), prompt(1, 7)[:, 4:]
+    packed = model(
+        input_ids=torch.cat((first, second), dim=1),
+        position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]),
+        use_cache=False,
+    ).logits
+    alone = torch.cat([model(input_ids=ids).logits for ids in (first, second)], dim=1)
+    torch.testing.assert_close(packed, alone)
+
+
+def test_packed_rows_train_as_a_llama_does() -> None:
+    ours = causal()
+    llama = hf.to_llama(ours.model.decoder)
+    rows = [{"input_ids": ids.tolist()} for ids in (prompt(1, 5)[0], prompt(1, 9)[0])]
+    batch = DataCollatorWithFlattening()(rows)
+    assert "position_ids" in batch
+    losses = [model.train()(**batch, use_cache=False).loss for model in (ours, llama)]
+    torch.testing.assert_close(*losses)
+
+
+def test_embeddings_stand_for_tokens() -> None:
+    model = causal()
+    embeddings = model.get_input_embeddings()(prompt())
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(input_ids=prompt()).logits)
+    asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+    written = model.generate(inputs_embeds=embeddings, **asked)
+    assert torch.equal(written, model.generate(prompt(), **asked)[:, 7:])

@@ -1,0 +1,84 @@
+"""The papers' questions as studies, with real worker processes (of a toy problem)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkflow.errors import InputError
+from qkflow.papers.published import PUBLISHED, reproduce
+from qkflow.studies import Comparison
+from qkflow.studies.analysis import RunData
+from qkflow.studies.slow_path_findings import gate_findings
+from toy_study import TOY
+
+SETTINGS = {name: value for name, value in TOY.items() if name != "controls"}
+
+
+def test_a_study_runs_its_comparisons_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    stages: list[str] = []
+    asked: dict[str, Any] = {"data": "toy", "seeds": 1, "verdict": False, **SETTINGS}
+    reproduce("fast-slow", tmp_path, stages=("short",), **asked)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("short/runs/*/result.json")}
+    assert len(before) == 6
+    answer = reproduce("fast-slow", tmp_path, shown=lambda stage, *_: stages.append(stage.name), **asked)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert stages == ["short", "long"] == list(answer["stages"])
+    short, long = (answer["stages"][name]["summary"]["question"] for name in stages)
+    assert (short["tokens"], long["tokens"]) == (640, 6400)
+    assert json.loads((tmp_path / "findings.json").read_text()) == json.loads(json.dumps(answer))
+
+
+def test_unknown_studies_and_stages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'fast-slow'"):
+        reproduce("fastslow", tmp_path)
+    with pytest.raises(InputError, match="stage of fast-slow"):
+        reproduce("fast-slow", tmp_path, stages=("shrot",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_published_studies_name_variants_that_exist() -> None:
+    from qkflow.studies.compare import read_question
+    from qkflow.studies.grid import build_grid
+
+    for study in PUBLISHED.values():
+        for stage in study.stages:
+            settings = {"tokens": study.tokens, "seeds": study.seeds, **study.settings}
+            grid = build_grid(read_question("toy", {"variants": stage.variants, **settings}))
+            assert {"standard", *stage.variants} <= {one.variant.name for one in grid.contestants}
+
+
+def comparison(**variants: tuple[list[float], list[float]]) -> Comparison:
+    """A finished comparison: by variant, the last |g| (and share) of every seed and the losses."""
+    runs = []
+    for name, (gates, losses) in variants.items():
+        for seed, (gate, loss) in enumerate(zip(gates, losses, strict=True)):
+            looks = [{"step": 1, "slow_gate": [0.0], "slow_share": [0.0]}]
+            looks += [{"step": 2, "slow_gate": [gate], "slow_share": [gate / 2, gate / 2]}]
+            metrics = {"probe": looks if name != "standard" else [{"step": 1}]}
+            result = {"status": "finished", "loss": loss}
+            runs.append(RunData(name, "compare", f"{name}@gpt2", seed, 1e-3, 10, result, metrics, ""))
+    rows = [{"variant": name, "cell": f"{name}@gpt2"} for name in variants]
+    summary = {"question": {"confidence": 0.95}, "reference": rows[0], "variants": rows[1:]}
+    return Comparison(Path(), summary, runs)
+
+
+def test_findings_tell_open_gates_from_closed_ones_and_what_opening_pays() -> None:
+    parts = {
+        "standard": ([0.0] * 3, [4.0, 4.1, 4.2]),
+        "slow": ([0.001, 0.002, 0.0015], [4.0, 4.11, 4.19]),
+        "slow:warm-gate": ([0.1, 0.12, 0.11], [3.9, 4.0, 4.1]),
+    }
+    found = gate_findings(comparison(**parts))
+    gates = {row["variant"]: row for row in found["gates"]}
+    assert set(gates) == {"slow", "slow:warm-gate"}
+    assert (gates["slow"]["open"], gates["slow:warm-gate"]["open"]) == (False, True)
+    assert gates["slow:warm-gate"]["slow_share_last"]["mean"] == pytest.approx(0.055)
+    assert gates["slow:warm-gate"]["slow_gate_first"]["mean"] == 0
+    (contrast,) = found["contrasts"]
+    assert (contrast["variant"], contrast["against"]) == ("slow:warm-gate", "slow")
+    assert contrast["difference"]["mean"] == pytest.approx(-0.1)
+    assert found["sentences"][-1].endswith("pays")
