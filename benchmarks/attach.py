@@ -25,8 +25,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from qkflow import console, hf
-from qkflow.bench.timing import interleave
-from qkflow.bench.variants import share_weights
+from qkflow.bench.timing import time_interleaved
+from qkflow.bench.variants import share_equal_weights
 
 Job = Callable[[], object]
 
@@ -50,14 +50,14 @@ def llama(layers: int, vocabulary: int) -> LlamaForCausalLM:
 def copy_of(model: Any, plain: nn.Module) -> Any:
     """A copy of the model, in the memory of the plain one's weights where they are equal."""
     model = copy.deepcopy(model)
-    share_weights(model, plain)
+    share_equal_weights(model, plain)
     return model
 
 
 @torch.no_grad()
 def moved(model: Any) -> Any:
     """The model, its couplings away from their start, where training takes them."""
-    for _, layer in hf.attached(model):
+    for _, layer in hf.named_coupled_layers(model):
         for parameter in layer.coupling.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     return model
@@ -138,11 +138,11 @@ def main(
     for state, models in (("as attached", coupled), ("moved", later)):
         works[f"one token in the midst of a text, {state}"] = models, 20 * rounds, writing
     result: dict[str, Any] = {}
-    with console.progress() as bar:
+    with console.progress_bar() as bar:
         task = bar.add_task("interleaving", total=sum(times for _, times, _ in works.values()))
         for name, (models, times, make) in works.items():
             jobs = {coupling: make(model) for coupling, model in models.items()}
-            found = interleave(make(plain), jobs, rounds=times, on_round=lambda: bar.advance(task))
+            found = time_interleaved(make(plain), jobs, rounds=times, on_round=lambda: bar.advance(task))
             result[name] = {coupling: dataclasses.asdict(ratio) for coupling, ratio in found.items()}
     if json:
         console.emit_json(result)

@@ -3,7 +3,7 @@
     python benchmarks/faithfulness.py [--posts 1000] [--rounds 5]
 
 The posts have the lengths of HateXplain's (about 23 tokens, at most 128) and the model the study's shape: one
-layer, four heads of 64, width 64, MLP 256, a vocabulary of 30,522. Both contestants measure the same posts in
+layer, four heads of 64, width 64, MLP 256, a vocabulary of 30,522. Both variants measure the same posts in
 every round; the ratio is printed only if they agree.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qkflow.measures.faithfulness import Text, measure, measure_one_by_one
+from qkflow.measures.faithfulness import Text, measure_faithfulness, measure_faithfulness_reference
 
 
 class OneLayer(nn.Module):
@@ -71,20 +71,20 @@ def main() -> None:
     torch.manual_seed(0)
     model = OneLayer().eval()
     posts = posts_like_hatexplain(arguments.posts)
-    contestants = {"batched": measure, "one by one": measure_one_by_one}
-    wall: dict[str, list[float]] = {name: [] for name in contestants}
-    processor: dict[str, list[float]] = {name: [] for name in contestants}
+    variants = {"batched": measure_faithfulness, "one by one": measure_faithfulness_reference}
+    wall: dict[str, list[float]] = {name: [] for name in variants}
+    processor: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(arguments.rounds):
         found = {}
-        for name, contestant in contestants.items():
+        for name, contestant in variants.items():
             start, busy = time.perf_counter(), time.process_time()
             found[name] = contestant(model, posts)
             wall[name].append(time.perf_counter() - start)
             processor[name].append(time.process_time() - busy)
         difference = np.nanmax(np.abs(found["batched"].mass - found["one by one"].mass))
-        drops = [found[name].comprehensiveness[5.0] for name in contestants]
+        drops = [found[name].comprehensiveness[5.0] for name in variants]
         if max(difference, np.abs(drops[0] - drops[1]).max()) > 1e-4:
-            raise SystemExit("the contestants disagree: no ratio to report")
+            raise SystemExit("the variants disagree: no ratio to report")
     for clock, seconds in (("wall-clock", wall), ("processor", processor)):
         ratios = np.array(seconds["one by one"]) / np.array(seconds["batched"])
         spread = f"{ratios.min():.1f}–{ratios.max():.1f}"

@@ -41,25 +41,25 @@ def main() -> None:
     clock = time.process_time if options.clock == "process" else time.perf_counter
 
     # a fan-in start, so that the likeliest token is one by a margin
-    model = Decoder(preset(options.preset, feed_forward="swiglu", start="fan_in"), seed=0).eval()
+    model = Decoder(preset(options.preset, feed_forward="swiglu", init="fan_in"), seed=0).eval()
     peer = llama(model, options.prompt + options.tokens).eval()
     ids = torch.randint(
-        model.config.vocabulary, (1, options.prompt), generator=torch.Generator().manual_seed(0)
+        model.config.vocab_size, (1, options.prompt), generator=torch.Generator().manual_seed(0)
     )
     new = options.tokens
-    contestants: dict[str, Callable[[], torch.Tensor]] = {
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         "qkflow": lambda: generate(model, ids, new, temperature=0),
         "transformers": lambda: peer.generate(
             ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
         ),
     }
-    made = [generate() for generate in contestants.values()]
+    made = [generate() for generate in variants.values()]
     same = int((made[0] == made[1]).sum()) / made[0].numel()
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(options.rounds):
-        for name in contestants if turn % 2 else reversed(contestants):
+        for name in variants if turn % 2 else reversed(variants):
             start = clock()
-            contestants[name]()
+            variants[name]()
             times[name].append(clock() - start)
     speeds = {name: new / statistics.median(taken) for name, taken in times.items()}
     ratios = sorted(b / a for a, b in zip(times["qkflow"], times["transformers"], strict=True))

@@ -31,19 +31,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from qkflow.attention.starts import Draw
+from qkflow.training.parallel import Team
 from torch import Tensor, nn
 
 from qkflow import hub
 from qkflow.attention import couplings, scorings
-from qkflow.attention.starts import Draw
 from qkflow.models import Decoder, preset
-from qkflow.models.generate import generate, one_by_one
+from qkflow.models.generate import generate, make_decode_step
 from qkflow.training import RunConfig, TrainConfig, train
-from qkflow.training.parallel import Team
 from qkflow.training.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE = {"layers": 2, "width": 64, "heads": 4}
+SHAPE = {"n_layers": 2, "dim": 64, "n_heads": 4}
 Call = Callable[[], Any]
 Numbers = dict[str, list[float]]
 
@@ -75,7 +75,7 @@ def model_options(
 ) -> dict[str, Any]:
     """Fields of a model's config; `more` is vocabulary, layers, width, heads, kv_heads."""
     options = {"attention": {"coupling": coupling, "scoring": scoring}, "start": start, **more}
-    return options | ({"slow": {"ratio": 4, "layers": 1}} if slow else {})
+    return options | ({"slow": {"ratio": 4, "n_layers": 1}} if slow else {})
 
 
 def build_model(size: str, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
@@ -85,8 +85,8 @@ def build_model(size: str, dtype: torch.dtype = torch.float32, **options: Any) -
 def train_run(seed: int, steps: int, pace: float | None = None, **options: Any) -> list[float]:
     """Validation losses of one run on generated text, every 10 steps."""
     model = {"preset": "tiny", **model_options(**options)}
-    data = {"corpus": "patterns:documents=120", "tokenizer": "bpe:384", "length": 64}
-    how = {"steps": steps, "batch": 8, "lr": 3e-3, "pace": pace, "seed": seed, "device": "cpu"}
+    data = {"corpus": "patterns:documents=120", "tokenizer": "bpe:384", "seq_len": 64}
+    how = {"steps": steps, "batch_size": 8, "lr": 3e-3, "pace": pace, "seed": seed, "device": "cpu"}
     seen = {"eval_every": 10, "eval_tokens": 2048, "probe_every": 0}
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), RunConfig.from_dict({"model": model, "data": data, "train": {**how, **seen}}))
@@ -101,13 +101,13 @@ def logits(model: Decoder, ids: Tensor, prompt: int | None = None, long: bool = 
         return model.logits(model(ids))
     caches = model.new_caches(*ids.shape)
     first = model.logits(model(ids[:, :prompt], caches=caches)[:, -1])
-    read = one_by_one(model, caches, len(ids), 1000 if long else 1)
+    read = make_decode_step(model, caches, len(ids), 1000 if long else 1)
     return torch.stack([first, *(read(token).clone() for token in ids[:, prompt:].unbind(1))], dim=1)
 
 
 def training_step(model: Decoder, batch: int, length: int) -> Call:
     """One step of the training loop: loss, gradients, clipping, AdamW."""
-    ids = random_ids(model.config.vocabulary, batch, length + 1).numpy()
+    ids = random_ids(model.config.vocab_size, batch, length + 1).numpy()
     windows: Any = SimpleNamespace(batch=lambda step: ids)
     stepper = Stepper(model.train(), TrainConfig(), windows, Team(torch.device("cpu")))
     return lambda: stepper.step(0, 1e-4, 0.0)
@@ -158,10 +158,10 @@ def record_training(numbers: Numbers) -> None:
 
 
 def record_decoding(numbers: Numbers) -> None:
-    cases: dict[str, Any] = {f"{c}, grouped": {"coupling": c, "kv_heads": 2} for c in COUPLINGS}
+    cases: dict[str, Any] = {f"{c}, grouped": {"coupling": c, "n_kv_heads": 2} for c in COUPLINGS}
     cases |= VARIANTS | {f"{c}, slow": {"coupling": c, "slow": True} for c in ("none", "euler")}
     for (name, options), dtype in product(cases.items(), (torch.float64, torch.float32)):
-        model = build_model("small", dtype, vocabulary=211, start="fan_in", **SHAPE, **options)
+        model = build_model("small", dtype, vocab_size=211, start="fan_in", **SHAPE, **options)
         disturb(model)
         ids = greedy(model, random_ids(211, 2, 24), 16)
         key = f"decoding/{name}/{str(dtype).removeprefix('torch.')}"

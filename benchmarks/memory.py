@@ -1,7 +1,7 @@
 """How much memory a training step needs with chunked cross-entropy, beside the same step with full logits.
 
     python benchmarks/memory.py                            # 60m, vocabulary 50,257, T = 512, batch 8
-    python benchmarks/memory.py --preset small --batch 4 --length 256
+    python benchmarks/memory.py --preset small --batch 4 --seq-len 256
 
 Each contestant makes one step (forward, backward, AdamW) in a process of its own; printed is the most memory
 that the process ever held, less what it held before the model was made, and beside it what `accounting` had
@@ -28,7 +28,7 @@ def step(options: argparse.Namespace) -> int:
     import torch
 
     from qkflow.models import Decoder, preset
-    from qkflow.models.loss import cross_entropy, cross_entropy_reference
+    from qkflow.models.loss import linear_cross_entropy, linear_cross_entropy_reference
     from qkflow.training.optimizer import AdamW, parameter_groups
 
     torch.set_num_threads(options.threads)
@@ -37,8 +37,8 @@ def step(options: argparse.Namespace) -> int:
     before = peak()
     model = Decoder(preset(options.preset), seed=0)
     optimizer = AdamW(parameter_groups(model, 1e-3, 0.1))
-    ids = torch.randint(model.config.vocabulary, (options.batch, options.length + 1))
-    loss = {"chunked": cross_entropy, "full logits": cross_entropy_reference}[options.only]
+    ids = torch.randint(model.config.vocab_size, (options.batch, options.length + 1))
+    loss = {"chunked": linear_cross_entropy, "full logits": linear_cross_entropy_reference}[options.only]
     loss(model(ids[:, :-1]), model.output_weight, ids[:, 1:]).backward()
     optimizer.step()
     return peak() - before
@@ -49,8 +49,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", default="60m")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=["chunked", "full logits"])
     parser.add_argument("--json", action="store_true")
@@ -67,9 +67,9 @@ def main() -> None:
         taken[name] = int(done.stdout)
 
     from qkflow.models import preset
-    from qkflow.models.cost import training_memory
+    from qkflow.models.cost import estimate_training_memory
 
-    foreseen = training_memory(preset(options.preset), options.batch, options.length)
+    foreseen = estimate_training_memory(preset(options.preset), options.batch, options.length)
     ratio = taken["chunked"] / taken["full logits"]
     if options.json:
         print(json.dumps({"bytes": taken, "ratio": ratio, "foreseen": foreseen.total}))

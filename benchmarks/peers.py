@@ -37,7 +37,7 @@ def llama(model: Decoder, length: int) -> Any:
         weights[f"{prefix}{NAMES[part]}.weight"] = tensor
     unknown = peer.load_state_dict(weights, strict=False).unexpected_keys
     assert not unknown, unknown
-    ids = torch.randint(model.config.vocabulary, (2, min(16, length)))
+    ids = torch.randint(model.config.vocab_size, (2, min(16, length)))
     with torch.no_grad():
         mine, theirs = model.logits(model(ids)), peer(input_ids=ids).logits
     torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
@@ -48,11 +48,11 @@ def _config(config: ModelConfig, length: int) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=config.vocabulary,
-        hidden_size=config.width,
-        intermediate_size=config.hidden_size,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        intermediate_size=config.resolved_hidden_dim,
+        num_hidden_layers=config.n_layers,
+        num_attention_heads=config.n_heads,
         tie_word_embeddings=True,
         max_position_embeddings=length,
         rms_norm_eps=config.norm_eps,

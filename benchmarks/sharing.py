@@ -36,7 +36,7 @@ def main() -> None:
     )
     parser.add_argument("--preset", default="tiny", choices=list(SHAPES))
     parser.add_argument("--corpus", default="speeches")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30, help="of each run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)

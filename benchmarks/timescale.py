@@ -22,15 +22,21 @@ import tyro
 from rich.table import Table
 
 from qkflow.attention import Attention
-from qkflow.bench.memory import peak_bytes
-from qkflow.bench.timing import Call, interleave
-from qkflow.bench.variants import TURNS, Shape, decoding_call, share_weights, training_call
-from qkflow.console import emit_json, out, progress
+from qkflow.bench.memory import peak_memory_bytes
+from qkflow.bench.timing import TimedFn, time_interleaved
+from qkflow.bench.variants import (
+    ROUND_MULTIPLIER,
+    BenchShape,
+    make_decode_step,
+    make_training_step,
+    share_equal_weights,
+)
+from qkflow.console import emit_json, out, progress_bar
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.models.cost import flops_per_token
-from qkflow.models.decoding import Layouts
-from qkflow.studies.slow_path_variants import variant
+from qkflow.models.decoding import PackedWeights
+from qkflow.studies.slow_path_variants import slow_path_variant
 
 LENGTHS = (512, 1024, 2048, 4096)  # of which attention memory is measured
 CPU = torch.device("cpu")
@@ -71,15 +77,15 @@ def main(
     if quick:
         width, heads, batch = 256, 4, 2
     rounds = rounds or (5 if quick else 9)
-    base = ModelConfig(vocabulary=vocabulary, layers=layers, width=width, heads=heads)
-    shape = Shape(
-        width=width,
-        heads=heads,
-        length=length,
-        batch=batch,
-        vocabulary=vocabulary,
-        decode_vocabulary=vocabulary,
-        tokens=tokens,
+    base = ModelConfig(vocab_size=vocabulary, n_layers=layers, dim=width, n_heads=heads)
+    shape = BenchShape(
+        dim=width,
+        n_heads=heads,
+        seq_len=length,
+        batch_size=batch,
+        vocab_size=vocabulary,
+        decode_vocab_size=vocabulary,
+        decode_tokens=tokens,
     )
     configs = {
         "fast": base,
@@ -98,7 +104,10 @@ def main(
             "batch": batch,
             "length": length,
         },
-        "dense_matched": {"layers": configs["dense"].layers, "hidden": configs["dense"].hidden_size},
+        "dense_matched": {
+            "layers": configs["dense"].n_layers,
+            "hidden": configs["dense"].resolved_hidden_dim,
+        },
         "rows": measure(configs, shape, rounds),
         "memory": attention_memory(configs["slow"]),
     }
@@ -110,7 +119,7 @@ def main(
 
 
 def changed(base: ModelConfig, name: str, length: int) -> ModelConfig:
-    return ModelConfig.from_dict({**base.to_dict(), **variant(name, base, length).model})
+    return ModelConfig.from_dict({**base.to_dict(), **slow_path_variant(name, base, length).model})
 
 
 @torch.no_grad()
@@ -120,7 +129,7 @@ def verify(config: ModelConfig) -> None:
     assert model.slow is not None
     for gate in model.slow.gates.values():
         gate.weight.fill_(0.5)
-    ids = torch.randint(config.vocabulary, (1, 3 * model.slow.ratio - 1))
+    ids = torch.randint(config.vocab_size, (1, 3 * model.slow.ratio - 1))
     caches = model.new_caches(*ids.shape)
     steps = torch.cat([model(token, caches=caches) for token in ids.split(1, 1)], 1)
     error = float((steps - model(ids)).abs().max())
@@ -130,36 +139,36 @@ def verify(config: ModelConfig) -> None:
         )
 
 
-def measure(configs: dict[str, ModelConfig], shape: Shape, rounds: int) -> list[dict[str, Any]]:
+def measure(configs: dict[str, ModelConfig], shape: BenchShape, rounds: int) -> list[dict[str, Any]]:
     """A training step against both rivals, and decoding against the fast path alone."""
 
-    def trained(name: str) -> Call:
-        return training_call(Decoder(configs[name], seed=0), "model", shape, CPU, torch.float32)
+    def trained(name: str) -> TimedFn:
+        return make_training_step(Decoder(configs[name], seed=0), "model", shape, CPU, torch.float32)
 
-    layouts, fast = Layouts(), Decoder(configs["fast"], seed=0)
+    layouts, fast = PackedWeights(), Decoder(configs["fast"], seed=0)
 
-    def decoded(name: str) -> Call:
+    def decoded(name: str) -> TimedFn:
         model = fast if name == "fast" else Decoder(configs[name], seed=0)
-        share_weights(model, fast)
-        return decoding_call(model, shape, CPU, layouts)
+        share_equal_weights(model, fast)
+        return make_decode_step(model, shape, CPU, layouts)
 
-    flops = {name: flops_per_token(config, shape.length) for name, config in configs.items()}
+    flops = {name: flops_per_token(config, shape.seq_len) for name, config in configs.items()}
     rows = []
     for against in ("fast", "dense"):
         timed = race("training step", against, trained, rounds)
         arithmetic = flops["slow"] / flops[against]
         beyond = timed["ratio"] / arithmetic - 1
         rows.append({"what": "training step", **timed, "flop_ratio": arithmetic, "beyond_flops": beyond})
-    timed = race("decoding", "fast", decoded, rounds * TURNS["decode"])
-    speed = {"speed": 1 / timed["ratio"], "tokens_per_second": shape.tokens / timed["seconds"]}
+    timed = race("decoding", "fast", decoded, rounds * ROUND_MULTIPLIER["decode"])
+    speed = {"speed": 1 / timed["ratio"], "tokens_per_second": shape.decode_tokens / timed["seconds"]}
     return [*rows, {"what": "decoding", **timed, **speed}]
 
 
-def race(what: str, against: str, prepare: Callable[[str], Call], rounds: int) -> dict[str, Any]:
-    with progress() as bar:
+def race(what: str, against: str, prepare: Callable[[str], TimedFn], rounds: int) -> dict[str, Any]:
+    with progress_bar() as bar:
         task = bar.add_task(f"{what}: slow against {against}", total=rounds)
         calls = {"slow": prepare("slow")}
-        timed = interleave(prepare(against), calls, rounds=rounds, on_round=lambda: bar.advance(task))
+        timed = time_interleaved(prepare(against), calls, rounds=rounds, on_round=lambda: bar.advance(task))
     return {"against": against, **dataclasses.asdict(timed["slow"])}
 
 
@@ -190,17 +199,17 @@ def quadratic(points: list[tuple[float, float]]) -> dict[str, float]:
 
 @torch.no_grad()
 def scoring_bytes(layer: Attention, blocks: int) -> tuple[int, int]:
-    heads = layer.heads
-    q = torch.randn(1, blocks, heads.queries, heads.size)
-    k = torch.randn(1, blocks, heads.keys, heads.size)
-    v = torch.randn(1, blocks, heads.values, heads.value_size)
+    heads = layer.head_shapes
+    q = torch.randn(1, blocks, heads.n_q, heads.head_dim)
+    k = torch.randn(1, blocks, heads.n_k, heads.head_dim)
+    v = torch.randn(1, blocks, heads.n_v, heads.v_head_dim)
     options: dict[str, Any] = {
-        "mask": layer.mask_for(blocks, blocks),
+        "mask": layer.make_mask(blocks, blocks),
         "scale": layer.scale,
-        "x": torch.randn(1, blocks, layer.width),
+        "x": torch.randn(1, blocks, layer.dim),
     }
-    held = peak_bytes(lambda: layer.scoring.reference(q, k, v, **options), CPU)
-    return held, peak_bytes(lambda: layer.scoring(q, k, v, dropout=0.0, **options), CPU)
+    held = peak_memory_bytes(lambda: layer.scoring.reference(q, k, v, **options), CPU)
+    return held, peak_memory_bytes(lambda: layer.scoring(q, k, v, dropout=0.0, **options), CPU)
 
 
 def show(result: dict[str, Any]) -> None:

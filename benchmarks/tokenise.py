@@ -4,7 +4,7 @@
     python benchmarks/tokenise.py my.txt --tokenizer path/to/tokenizer.json --rounds 9
 
 `tokenizers` gets the documents in memory and its work is thrown away; qkflow reads the files, divides them
-into splits, encodes, and writes token files with their checksums. The contestants take turns; printed are the
+into splits, encodes, and writes token files with their checksums. The variants take turns; printed are the
 medians, and the median and range over rounds of qkflow's speed as a multiple of each of the others.
 """
 
@@ -20,8 +20,8 @@ from statistics import median
 
 from qkflow.data import corpora, pipeline, splits
 from qkflow.data import tokenizer as tokenizers
-from qkflow.data.readers.files import Meter
-from qkflow.data.token_set import SetWriter
+from qkflow.data.readers.files import ReadProgress
+from qkflow.data.token_set import TokenSetWriter
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -41,36 +41,36 @@ def main() -> None:
     options = parser.parse_args()
 
     source = corpora.resolve(options.corpus)
-    documents = list(splits.divide(source.parts(Meter()), source.name))
+    documents = list(splits.assign_splits(source.iter_documents(ReadProgress()), source.name))
     texts = [document.text for document in documents]
-    size = tokenizers.size_to_train(options.tokenizer)
+    size = tokenizers.bpe_vocab_size(options.tokenizer)
     train = (document.text for document in documents if document.split == "train")
-    trained = tokenizers.train_bpe(train, size) if size else tokenizers.load(options.tokenizer)
-    state, end = trained.state(), trained.end_of_document
+    trained = tokenizers.train_bpe(train, size) if size else tokenizers.load_tokenizer(options.tokenizer)
+    state, end = trained.to_str(), trained.eos_token_id
 
     def ours() -> None:
         # A tokenizer of its own each time, so that no round profits from what an earlier one remembered.
-        fresh = tokenizers.restore(state, end)
-        with tempfile.TemporaryDirectory() as folder, SetWriter(Path(folder), fresh) as writer:
-            pipeline.tokenise(source, fresh, writer, Meter())
-            writer.finish({"name": source.name}, options.tokenizer)
+        fresh = tokenizers.tokenizer_from_str(state, end)
+        with tempfile.TemporaryDirectory() as folder, TokenSetWriter(Path(folder), fresh) as writer:
+            pipeline.tokenize_corpus(source, fresh, writer, ReadProgress())
+            writer.finalize({"name": source.name}, options.tokenizer)
 
     def alone(method: str) -> Callable[[], object]:
-        fresh = tokenizers.restore(state, end)
-        assert isinstance(fresh, tokenizers.SubwordTokenizer)
-        return lambda: getattr(fresh.rust, method)(texts, add_special_tokens=False)
+        fresh = tokenizers.tokenizer_from_str(state, end)
+        assert isinstance(fresh, tokenizers.HuggingFaceTokenizer)
+        return lambda: getattr(fresh.backend_tokenizer, method)(texts, add_special_tokens=False)
 
-    contestants = {
+    variants = {
         "qkflow, from files to files": ours,
         "tokenizers encode_batch": alone("encode_batch"),
         "tokenizers encode_batch_fast": alone("encode_batch_fast"),
     }
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds):
-        for name, work in contestants.items():
+        for name, work in variants.items():
             times[name].append(seconds(work))
 
-    megabytes = sum(document.size for document in documents) / 1e6
+    megabytes = sum(document.n_bytes for document in documents) / 1e6
     own = times["qkflow, from files to files"]
     report = {}
     for name, taken in times.items():
@@ -82,11 +82,18 @@ def main() -> None:
     if options.json:
         print(
             json.dumps(
-                {"corpus": options.corpus, "megabytes": megabytes, "cores": tokenizers.cores(), **report}
+                {
+                    "corpus": options.corpus,
+                    "megabytes": megabytes,
+                    "cores": tokenizers.process_cpu_count(),
+                    **report,
+                }
             )
         )
         return
-    print(f"{options.corpus}: {megabytes:.1f} MB, {options.tokenizer}, {tokenizers.cores()} cores")
+    print(
+        f"{options.corpus}: {megabytes:.1f} MB, {options.tokenizer}, {tokenizers.process_cpu_count()} cores"
+    )
     for name, row in report.items():
         ratio = row["qkflow_times_as_fast"]
         print(

@@ -3,7 +3,7 @@
     python benchmarks/training.py                          # tiny and small, one thread
     python benchmarks/training.py --presets small --threads 2 --rounds 9
 
-Three contestants train the same function on the same batches in the same precision, in one process, taking
+Three variants train the same function on the same batches in the same precision, in one process, taking
 turns: qkflow's own loop with everything it does (schedule, clipping, checks, metrics); `Trainer` on a
 LlamaForCausalLM with the same weights; and a bare loop over qkflow's model with PyTorch's AdamW and
 cross-entropy. Printed are milliseconds a step and how many times as fast qkflow is, the median and the range
@@ -30,9 +30,9 @@ from peers import llama
 
 from qkflow.data import TrainWindows, prepare
 from qkflow.models import Decoder, preset
-from qkflow.training import Listener, Run, RunConfig, train
+from qkflow.training import Callback, RunConfig, Trainer, train
 
-SHAPES = {"tiny": {"hidden": 344}, "small": {}}
+SHAPES = {"tiny": {"hidden_dim": 344}, "small": {}}
 LENGTHS = {"tiny": 128, "small": 256}
 LOG_EVERY = 10
 Clock = Callable[[], float]
@@ -43,7 +43,7 @@ def run_config(name: str, batch: int, steps: int, corpus: str) -> RunConfig:
         {
             "model": {"preset": name, "feed_forward": "swiglu", **SHAPES[name]},
             "data": {
-                "corpus": corpus, "tokenizer": f"bpe:{preset(name).vocabulary}", "length": LENGTHS[name],
+                "corpus": corpus, "tokenizer": f"bpe:{preset(name).vocab_size}", "length": LENGTHS[name],
             },
             "train": {
                 "steps": steps, "batch": batch, "lr": 1e-3, "log_every": LOG_EVERY, "device": "cpu",
@@ -53,13 +53,13 @@ def run_config(name: str, batch: int, steps: int, corpus: str) -> RunConfig:
     )  # fmt: skip
 
 
-class Laps(Listener):
+class Laps(Callback):
     """When each step ended."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.ends = clock, list[float]()
 
-    def stepped(self, run: Run, loss: torch.Tensor) -> None:
+    def on_step(self, run: Trainer, loss: torch.Tensor) -> None:
         self.ends.append(self.clock())
 
 
@@ -119,7 +119,7 @@ def trainer(peer: Any, config: RunConfig, batches: Batches, clock: Clock) -> lis
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, max_steps=config.train.steps, per_device_train_batch_size=config.train.batch,
+            output_dir=folder, max_steps=config.train.steps, per_device_train_batch_size=config.train.batch_size,
             learning_rate=1e-3, lr_scheduler_type="cosine", weight_decay=0.1, adam_beta2=0.95,
             max_grad_norm=1.0, logging_steps=LOG_EVERY, save_strategy="no", report_to="none",
             disable_tqdm=True, use_cpu=True,
@@ -134,24 +134,24 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     clock: Clock = time.process_time if options.clock == "process" else time.perf_counter
     config = run_config(name, options.batch, options.steps, options.corpus)
     data = prepare(config.data.corpus, config.data.tokenizer)
-    windows = TrainWindows(data.tokens("train"), config.data.length, config.train.batch, 0)
+    windows = TrainWindows(data.tokens("train"), config.data.seq_len, config.train.batch_size, 0)
     model = Decoder(config.model_config(data.vocab_size), seed=0)
-    peer = llama(model, config.data.length)
+    peer = llama(model, config.data.seq_len)
     batches = Batches(windows, options.steps)
-    contestants: dict[str, Callable[[], list[float]]] = {
+    variants: dict[str, Callable[[], list[float]]] = {
         "qkflow": lambda: ours(config, clock),
         "Trainer": lambda: trainer(peer, config, batches, clock),
         "bare loop": lambda: bare(model, config, windows, clock),
     }
-    times: dict[str, list[float]] = {key: [] for key in contestants}
+    times: dict[str, list[float]] = {key: [] for key in variants}
     for turn in range(options.rounds + 1):
-        order = list(contestants) if turn % 2 else list(reversed(contestants))
+        order = list(variants) if turn % 2 else list(reversed(variants))
         for key in order:
-            ends = contestants[key]()
+            ends = variants[key]()
             laps = [after - before for before, after in itertools.pairwise(ends)]
             if turn:  # the first is to warm up
                 times[key].append(statistics.median(laps) if options.typical else statistics.fmean(laps))
-    tokens = config.train.batch * config.data.length
+    tokens = config.train.batch_size * config.data.seq_len
     report: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_a_step": tokens,
@@ -175,7 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--presets", nargs="+", default=["tiny", "small"], choices=list(SHAPES))
     parser.add_argument("--corpus", default="speeches")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20, help="of each turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

@@ -30,7 +30,7 @@ def one(text: Path, model: str, variant: str, *, steps: int, lr: float, length: 
     elif Spec.parse(variant).name in couplings.names():
         hf.attach(network, variant, seed=seed)
     elif variant != "standard":
-        hf.restart(network, variant, seed=seed)
+        hf.reinitialize(network, variant, seed=seed)
     train(network, rows, steps=steps, lr=lr, seed=seed, callbacks=callbacks)
     return held_out(network, rest)
 

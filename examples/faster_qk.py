@@ -35,7 +35,7 @@ def main(
     for name, callbacks in {"at one rate": (), f"QK at ratio {ratio}": (hf.PaceCallback(ratio),)}.items():
         goes_on = copy.deepcopy(network)
         train(goes_on, rows, steps=steps, lr=lr / 3, seed=seed + 1, callbacks=callbacks)
-        hf.join_fused(goes_on)
+        hf.fuse_qkv(goes_on)
         print(f"{steps} steps more, {name}: {held_out(goes_on, rest):.4f}")
 
 

@@ -51,9 +51,9 @@ def main(
         print(f"merged, a plain model:    {held_out(network, rest):.4f}")
         network.save_pretrained(out)
     else:
-        hf.save(network, out / "coupling")
+        hf.save_adapter(network, out / "coupling")
         hf.detach(network).save_pretrained(out)
-        hf.load(network, out / "coupling")
+        hf.load_adapter(network, out / "coupling")
         print(f"saved and loaded again:   {held_out(network, rest):.4f}")
     tokenizer.save_pretrained(out)
     prompt = tokenizer(text.read_text("utf-8")[:40], return_tensors="pt", return_token_type_ids=False)

@@ -23,7 +23,7 @@ from transformers import (
 from qkflow import hf
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
-from qkflow.hf.pretrained import fast_tokenizer
+from qkflow.hf.pretrained import to_fast_tokenizer
 
 
 def run(main: Callable[..., None]) -> None:
@@ -42,7 +42,7 @@ def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
     """A fresh small model of a shape, reading bytes; or, by any other name, a pretrained model."""
     set_seed(seed)
     if name not in ("gpt2-shape", "llama-shape"):
-        return hf.open_model(name)
+        return hf.load_model_and_tokenizer(name)
     common = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
     if name == "gpt2-shape":
         config: Any = GPT2Config(n_embd=128, n_layer=4, n_head=4, n_positions=256, **common)
@@ -56,7 +56,7 @@ def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
             tie_word_embeddings=True,
             **common,
         )
-    return AutoModelForCausalLM.from_config(config), fast_tokenizer(ByteTokenizer())
+    return AutoModelForCausalLM.from_config(config), to_fast_tokenizer(ByteTokenizer())
 
 
 def blocks(
@@ -65,9 +65,9 @@ def blocks(
     """A text file as blocks of tokens: the first nine tenths to train on, the rest held out."""
     longest = getattr(model.config, "max_position_embeddings", length)
     if length > longest:
-        raise InputError(f"the model reads {longest} tokens at most: give --length {longest} or less")
+        raise InputError(f"the model reads {longest} tokens at most: give --seq-len {longest} or less")
     if length < 2:
-        raise InputError(f"a block of {length} tokens has no token to predict: give --length 2 or more")
+        raise InputError(f"a block of {length} tokens has no token to predict: give --seq-len 2 or more")
     try:
         tokens = tokenizer(text.read_text("utf-8"))["input_ids"]
     except (OSError, UnicodeDecodeError) as error:

@@ -48,9 +48,9 @@ def settings(corpus):
 
     def make(model=None, data=None, **train):
         return {
-            "model": {"layers": 1, "width": 16, "heads": 2, **(model or {})},
-            "data": {"corpus": str(corpus), "tokenizer": "bytes", "length": 16, **(data or {})},
-            "train": {"steps": 6, "batch": 4, "evaluations": 2, "eval_tokens": 256, **train},
+            "model": {"n_layers": 1, "dim": 16, "n_heads": 2, **(model or {})},
+            "data": {"corpus": str(corpus), "tokenizer": "bytes", "seq_len": 16, **(data or {})},
+            "train": {"steps": 6, "batch_size": 4, "evaluations": 2, "eval_tokens": 256, **train},
         }
 
     return make

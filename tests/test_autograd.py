@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkflow.attention.rope import Rotary, rotate
-from qkflow.attention.scorings.paired import difference
+from qkflow.attention.rope import RotaryEmbedding, apply_rope
+from qkflow.attention.scorings.paired import softmax_difference
 from qkflow.models.kernels import rms_norm, swiglu
 
 POSITIONS = torch.arange(3)
@@ -21,13 +21,13 @@ def normal(*shape: int) -> Tensor:
 
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "rotate": (
-        lambda x: rotate(x, Rotary().rotation(POSITIONS, 4, torch.float64)),
+        lambda x: apply_rope(x, RotaryEmbedding().rotation(POSITIONS, 4, torch.float64)),
         (normal(2, 3, 2, 4),),
     ),
     "rms_norm": (lambda x, weight: rms_norm(x, weight, 1e-5), (normal(3, 4), normal(4))),
     "swiglu": (swiglu, (normal(3, 4), normal(3, 4))),
     "difference": (
-        lambda q, k, v, strength: difference(q, k, v, strength, 0.5),
+        lambda q, k, v, strength: softmax_difference(q, k, v, strength, 0.5),
         (normal(1, 5, 4, 2), normal(1, 5, 1, 2), normal(1, 5, 1, 3), normal(1, 5, 2)),
     ),
 }

@@ -48,12 +48,12 @@ def test_help_lists_every_command_without_torch() -> None:
 def test_a_group_of_commands_has_help_too(capsys: pytest.CaptureFixture[str]) -> None:
     groups = {name.partition(" ")[0] for name in COMMANDS if " " in name}
     for group in groups:
-        assert cli.run([group, "--help"]) == 0
+        assert cli.dispatch([group, "--help"]) == 0
         said = capsys.readouterr().out
         for name in COMMANDS:
             assert (f"  {name}  " in said) == name.startswith(f"{group} ")
     with pytest.raises(InputError, match="unknown command 'data lst': did you mean 'data list'"):
-        cli.run(["data", "lst"])
+        cli.dispatch(["data", "lst"])
 
 
 def test_unknown_command_suggests_the_nearest() -> None:
@@ -87,10 +87,10 @@ def test_bench_prints_one_json_object() -> None:
         "--quick",
         "--rounds",
         "3",
-        "--width",
+        "--dim",
         "32",
     )
-    done = run("bench", *arguments, "--heads", "4", "--json")
+    done = run("bench", *arguments, "--n-heads", "4", "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert {row["variant"] for row in printed["rows"]} == {"euler", "none"}

@@ -23,10 +23,10 @@ def test_python_blocks_run(block: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_shown_exists_with_its_options(page: Path) -> None:
-    from qkflow.cli.main import COMMANDS, find
+    from qkflow.cli.main import COMMANDS, split_command
 
     for line in re.findall(r"^qkflow ([a-z].+)", page.read_text(), re.M):
-        name, rest = find(shlex.split(line, comments=True))
+        name, rest = split_command(shlex.split(line, comments=True))
         module, function, _ = COMMANDS[name]
         command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)
         known = {"help", *(key.replace("_", "-") for key in inspect.signature(command).parameters)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-class ByHand(torch.autograd.Function):
+class CustomFunction(torch.autograd.Function):
     """A function that costs its forward pass alone where no gradient is wanted.
 
     A subclass says what it computes up to three times:
@@ -24,8 +24,8 @@ class ByHand(torch.autograd.Function):
     ordinary operations.
     """
 
-    results: ClassVar[int] = 1  # how many of the outputs are results, and not just kept for `gradients`
-    kept_from: ClassVar[int] = 1  # the first output that is kept
+    n_results: ClassVar[int] = 1  # how many of the outputs are results, and not just kept for `gradients`
+    first_saved_output: ClassVar[int] = 1  # the first output that is kept
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -34,17 +34,17 @@ class ByHand(torch.autograd.Function):
 
     @classmethod
     def call(cls, *inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or looked_into():
-            return cls.plain(*inputs)
+        if torch.compiler.is_compiling() or is_transformed():
+            return cls.composite(*inputs)
         # `apply` takes tens of microseconds before anything is computed, which a model that writes one token
         # at a time would feel in every layer
         out = cls.apply(*inputs) if torch.is_grad_enabled() else cls.forward(*inputs)
-        if not isinstance(out, tuple) or len(out) == cls.results:
+        if not isinstance(out, tuple) or len(out) == cls.n_results:
             return out
-        return out[: cls.results] if cls.results > 1 else out[0]
+        return out[: cls.n_results] if cls.n_results > 1 else out[0]
 
     @staticmethod
-    def plain(*inputs: Any) -> Any:
+    def composite(*inputs: Any) -> Any:
         raise NotImplementedError
 
     @staticmethod
@@ -54,12 +54,12 @@ class ByHand(torch.autograd.Function):
     @classmethod
     def setup_context(cls, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        beside = outputs[cls.results :]
+        beside = outputs[cls.n_results :]
         ctx.mark_non_differentiable(*beside)
         ctx.set_materialize_grads(not beside)  # zeros for what has no gradient would be passes for nothing
         ctx.others = [None if isinstance(given, Tensor) else given for given in inputs]
         given = (x if isinstance(x, Tensor) else None for x in inputs)
-        ctx.save_for_backward(*given, *outputs[cls.kept_from :])
+        ctx.save_for_backward(*given, *outputs[cls.first_saved_output :])
 
     @classmethod
     def backward(cls, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -73,7 +73,7 @@ class ByHand(torch.autograd.Function):
             other if kept is None else kept.view_as(kept)
             for kept, other in zip(ctx.saved_tensors, ctx.others, strict=False)
         ]
-        results = cls.plain(*given)
+        results = cls.composite(*given)
         results = results if isinstance(results, tuple) else (results,)
         reached = [pair for pair in zip(results, grads, strict=False) if pair[1] is not None]
         outputs, arrived = zip(*reached, strict=True)
@@ -82,7 +82,7 @@ class ByHand(torch.autograd.Function):
         return tuple(next(found) if need else None for need in ctx.needs_input_grad)
 
 
-def looked_into() -> bool:
+def is_transformed() -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation wants to see every operation."""
     transformed: bool = torch._C._are_functorch_transforms_active()
     return transformed or forward_ad._current_level >= 0

@@ -10,22 +10,22 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from qkflow.errors import InputError, unknown
 
-Section = TypeVar("Section")
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+ConfigT = TypeVar("ConfigT")
+TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def read(cls: type[Section], values: Any, where: str) -> Section:
+def dataclass_from_dict(cls: type[ConfigT], values: Any, key_path: str) -> ConfigT:
     """A dataclass from plain data: every key known, every value of its type."""
     hints = get_type_hints(cls)
-    for key in mapping(values, where):
+    for key in check_mapping(values, key_path):
         if key not in hints:
-            raise unknown(f"key of {where}", str(key), hints)
-    return cls(**{key: _value(value, hints[key], f"{where}.{key}") for key, value in values.items()})
+            raise unknown(f"key of {key_path}", str(key), hints)
+    return cls(**{key: _coerce(value, hints[key], f"{key_path}.{key}") for key, value in values.items()})
 
 
-def mapping(values: Any, where: str) -> dict[str, Any]:
+def check_mapping(values: Any, key_path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise InputError(f"'{where}' must be a mapping of keys to values, not {values!r}")
+        raise InputError(f"'{key_path}' must be a mapping of keys to values, not {values!r}")
     return values
 
 
@@ -43,7 +43,7 @@ def parse_count(text: str | int | float) -> int:
     return round(number)
 
 
-def _value(value: Any, hint: Any, where: str) -> Any:
+def _coerce(value: Any, hint: Any, key_path: str) -> Any:
     """`value` as the type `hint`. YAML reads 3e-3 and 1M as texts; here they become numbers."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in kinds:
@@ -54,7 +54,7 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         if get_origin(kind) is dict and isinstance(value, dict):
             return value
         if get_origin(kind) in (tuple, list) and isinstance(value, list | tuple):
-            return get_origin(kind)(_value(one, get_args(kind)[0], where) for one in value)
+            return get_origin(kind)(_coerce(one, get_args(kind)[0], key_path) for one in value)
         if dataclasses.is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
             return value
         if kind in (str, bool) and isinstance(value, kind):
@@ -68,16 +68,18 @@ def _value(value: Any, hint: Any, where: str) -> Any:
                 continue
     choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
     if choices:
-        raise unknown(where, str(value), choices)
-    wanted = " or ".join(_word(kind) for kind in kinds if kind is not type(None))
-    raise InputError(f"{where} must be {wanted}, not {value!r}")
+        raise unknown(key_path, str(value), choices)
+    wanted = " or ".join(_describe_type(kind) for kind in kinds if kind is not type(None))
+    raise InputError(f"{key_path} must be {wanted}, not {value!r}")
 
 
-def _word(kind: Any) -> str:
+def _describe_type(kind: Any) -> str:
     if get_origin(kind) in (tuple, list):
         choices = get_args(get_args(kind)[0]) or ("a", "b")
         return f"a list, e.g. [{', '.join(map(str, choices))}]"
-    return "a mapping of keys to values" if get_origin(kind) is dict else WORDS.get(kind, str(kind))
+    return (
+        "a mapping of keys to values" if get_origin(kind) is dict else TYPE_DESCRIPTIONS.get(kind, str(kind))
+    )
 
 
 def check_seed(name: str, seed: int) -> None:
@@ -86,7 +88,7 @@ def check_seed(name: str, seed: int) -> None:
         raise InputError(f"{name} must lie between -2^63 and 2^64, not at {seed}")
 
 
-def check_text(name: str, text: str) -> None:
+def check_utf8(name: str, text: str) -> None:
     """Refuse bytes of the command line that are no text; as a path they would be fine."""
     try:
         text.encode()

@@ -21,7 +21,7 @@ out = Console()  # results
 err = Console(stderr=True)  # progress, notes, warnings: never mixed into --json
 
 
-def progress(*extra: TextColumn) -> Progress:
+def progress_bar(*extra: TextColumn) -> Progress:
     """The project's one progress bar: what, how far, elapsed, time left; on stderr."""
     return Progress(
         SpinnerColumn(),

@@ -1,22 +1,41 @@
-"""The one exception users see: bad input, said in one clear sentence."""
+"""The exception for bad user input."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong; the message says what, where, and what to do.
+    """Bad user input. The message says what is wrong, where, and what to do.
 
-    The command line prints the message alone and exits with code 2. Anything else that
-    escapes is a bug of ours and keeps its traceback.
+    `code` is a short stable identifier (kebab-case, e.g. `unknown-coupling`) that tests and programs match
+    on; the message may be reworded at any time. The command line prints `qkflow: MESSAGE [CODE]` and exits
+    with code 2. Any other exception is a bug and keeps its traceback.
     """
 
+    def __init__(self, message: str, *, code: str = "invalid-input") -> None:
+        super().__init__(message)
+        self.code = code
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """The error for a name nobody knows, with the nearest known one suggested."""
+
+def unknown(kind: str, name: str, known: Iterable[str], *, code: str | None = None) -> InputError:
+    """Return the error for an unknown name, with the closest known name as a suggestion.
+
+    The default code comes from the noun of `kind`: "option of coupling 'drift'" gives `unknown-option`.
+    """
     options = sorted(known)
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    return InputError(f"unknown {kind} '{name}': {hint}known: {', '.join(options)}")
+    noun = re.split(r" of | in | to |'", kind)[0].strip()
+    slug = re.sub(r"[^a-z0-9]+", "-", noun.lower()).strip("-")
+    return InputError(
+        f"unknown {kind} '{name}': {hint}known: {', '.join(options)}", code=code or f"unknown-{slug}"
+    )
+
+
+def join_limited(names: Sequence[str], limit: int = 3) -> str:
+    """Join names for a message: "a, b, c and 4 more"."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -36,7 +36,7 @@ ROLES = (
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:
     """Role of every parameter by its full name; a parameter without one is an error."""
-    found = {name: _role(model, name) for name, _ in model.named_parameters()}
+    found = {name: _find_role(model, name) for name, _ in model.named_parameters()}
     missing = [name for name, role in found.items() if role is None]
     if missing:
         raise InputError(
@@ -48,10 +48,10 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
 
 def has_roles(model: nn.Module) -> bool:
     """Whether every parameter of `model` has a role, as in every model of ours."""
-    return all(_role(model, name) is not None for name, _ in model.named_parameters())
+    return all(_find_role(model, name) is not None for name, _ in model.named_parameters())
 
 
-def freeze(model: nn.Module, roles: Iterable[str]) -> None:
+def freeze_roles(model: nn.Module, roles: Iterable[str]) -> None:
     """Stop the parameters of these roles from learning."""
     found = parameter_roles(model)
     for role in roles:
@@ -62,8 +62,8 @@ def freeze(model: nn.Module, roles: Iterable[str]) -> None:
                 parameter.requires_grad_(False)
 
 
-def _role(model: nn.Module, name: str) -> str | None:
-    owners = list(_owners(model, name))
+def _find_role(model: nn.Module, name: str) -> str | None:
+    owners = list(_module_chain(model, name))
     claims = ((owner, rest, "claims") for owner, rest in owners)
     roles = ((owner, rest, "roles") for owner, rest in reversed(owners))
     for owner, rest, kind in chain(claims, roles):
@@ -75,7 +75,7 @@ def _role(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def _owners(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, list[str]]]:
+def _module_chain(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, list[str]]]:
     """The modules on the way down to a parameter, each with the rest of the way."""
     parts = name.split(".")
     module = model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from qkflow import Attention
-from qkflow.attention import couplings, initialise
-from qkflow.attention.heads import Heads
+from qkflow.attention import couplings, initialize
+from qkflow.attention.heads import HeadShapes
 from qkflow.attention.registry import Registry
 from qkflow.models import Decoder, ModelConfig, preset
 
@@ -18,7 +18,7 @@ def two_tokens(**given: torch.Tensor) -> torch.Tensor:
 
 CASES = [
     (lambda: Attention(10, 3), "width 10 does not divide into 3 heads"),
-    (lambda: Attention(16, 4, kv_heads=3), "4 heads cannot share 3 key/value heads evenly"),
+    (lambda: Attention(16, 4, n_kv_heads=3), "4 heads cannot share 3 key/value heads evenly"),
     (lambda: Attention(16, 0), "must all be at least 1"),
     (lambda: Attention(16, 2, window=0), "window must hold at least one token"),
     (lambda: Attention(16, 2, dropout=1.5), "dropout must lie in"),
@@ -40,11 +40,11 @@ CASES = [
     (lambda: Attention(16, 2, circuit="CACO"), "use rope=False"),
     (lambda: Attention(16, 2, circuit="FAFA", rope=False), "unknown circuit 'FAFA'"),
     (lambda: Attention(16, 2, circuit="CAFO", rope=False, bias=True), "has no bias"),
-    (lambda: Attention(16, 2, circuit="CAFO", rope=False, start="symmetric"), "W_Q and W_K"),
+    (lambda: Attention(16, 2, circuit="CAFO", rope=False, init="symmetric"), "W_Q and W_K"),
     (lambda: Attention(16, 2, circuit="CAFO", rope=False, coupling="drift").merge(), "no key projection"),
     (lambda: Attention(15, 3, scoring="differential", rope=False), "must be even"),
-    (lambda: Attention(16, 2, start="gtp2"), "did you mean 'gpt2'"),
-    (lambda: Attention(16, 2, start="symmetric=x"), "'x' is not a number"),
+    (lambda: Attention(16, 2, init="gtp2"), "did you mean 'gpt2'"),
+    (lambda: Attention(16, 2, init="symmetric=x"), "'x' is not a number"),
     (lambda: Attention(16, 2, rope={"scaling": "log"}), "unknown rope.scaling 'log'"),
     (lambda: Attention(16, 2, rope={"base": -1.0}), "must be positive"),
     (lambda: Attention(16, 2, rope={"bse": 1.0}), "unknown key of rope 'bse'"),
@@ -52,19 +52,22 @@ CASES = [
     (lambda: Attention(16, 2, rope=10_000.0), "'rope' must be a mapping"),
     (lambda: Attention(16, 2, coupling="euler:hidden=2.5"), "hidden must be a whole number, not '2.5'"),
     (lambda: Attention(16, 2, coupling=None), "name a part by its text"),
-    (lambda: Attention(16, 2, head_size=0), "head size must be at least 1"),
-    (lambda: Attention(16, 2, start="symmetric=nan"), "must be a finite number"),
+    (lambda: Attention(16, 2, head_dim=0), "head size must be at least 1"),
+    (lambda: Attention(16, 2, init="symmetric=nan"), "must be a finite number"),
     (lambda: Attention(16, 2).new_cache(2, -1), "cannot hold -1 tokens"),
-    (lambda: two_tokens(padding=torch.ones(2, 2)), "padding is for 2 sequences, but there are 3"),
-    (lambda: two_tokens(documents=torch.ones(2)), r"documents must have the shape \(batch, tokens\)"),
+    (lambda: two_tokens(attention_mask=torch.ones(2, 2)), "padding is for 2 sequences, but there are 3"),
+    (lambda: two_tokens(document_ids=torch.ones(2)), r"documents must have the shape \(batch, tokens\)"),
     (lambda: two_tokens(positions=torch.ones(2, 2)), r"positions are \(tokens\) or \(batch, tokens\)"),
-    (lambda: preset("tiny", hidden=-5), "model.hidden must be at least 1"),
+    (lambda: preset("tiny", hidden_dim=-5), "model.hidden_dim must be at least 1"),
     (lambda: preset("tiny", norm_eps=float("nan")), "model.norm_eps must be a number above zero"),
     (lambda: Attention(16, 2)(torch.randn(2, 16)), r"shape \(batch, tokens, 16\), not \(2, 16\)"),
     (lambda: Attention(16, 2)(torch.randn(1, 4, 12)), r"not \(1, 4, 12\)"),
     (lambda: Attention(16, 2)(torch.randn(1, 4, 16), positions=torch.arange(3)), "positions covers 3 tokens"),
-    (lambda: Attention(16, 2)(torch.randn(1, 4, 16), padding=torch.ones(1, 3)), "padding covers 3 tokens"),
-    (lambda: Attention(16, 2)(torch.randn(1, 4, 16), documents=torch.ones(1, 9)), "documents covers 9"),
+    (
+        lambda: Attention(16, 2)(torch.randn(1, 4, 16), attention_mask=torch.ones(1, 3)),
+        "padding covers 3 tokens",
+    ),
+    (lambda: Attention(16, 2)(torch.randn(1, 4, 16), document_ids=torch.ones(1, 9)), "documents covers 9"),
     (lambda: Attention(16, 2, causal=False).new_cache(1, 4), "this layer is bidirectional"),
     (
         lambda: Attention(16, 2, coupling="euler", causal=False, rope=False)(
@@ -76,21 +79,23 @@ CASES = [
         lambda: Attention(16, 2)(torch.randn(1, 4, 16), context=torch.randn(1, 5, 16)),
         "causal=False and rope=False",
     ),
-    (lambda: couplings.build("euler", Heads(4, 3, 3, 8, 8, 4, 8)), "cannot be shared out"),
+    (lambda: couplings.build("euler", HeadShapes(4, 3, 3, 8, 8, 4, 8)), "cannot be shared out"),
     (
-        lambda: couplings.build("euler", Heads(2, 2, 2, 8, 8, 2, 8)).inverse(*[torch.zeros(1, 1, 2, 8)] * 2),
+        lambda: couplings.build("euler", HeadShapes(2, 2, 2, 8, 8, 2, 8)).inverse(
+            *[torch.zeros(1, 1, 2, 8)] * 2
+        ),
         "no inverse",
     ),
     (lambda: preset("tinny"), "did you mean 'tiny'"),
     (lambda: preset("tiny", widht=3), "did you mean 'width'"),
     (lambda: preset("tiny", attention={"copling": "euler"}), "did you mean 'coupling'"),
     (lambda: ModelConfig(1, 1, 8, 2, feed_forward="relu"), "unknown feed-forward"),
-    (lambda: preset("tiny", layers=0), "model.layers must be at least 1"),
+    (lambda: preset("tiny", n_layers=0), "model.n_layers must be at least 1"),
     (
-        lambda: Decoder(preset("tiny", vocabulary=8), seed=0)(torch.zeros(4, dtype=torch.long)),
+        lambda: Decoder(preset("tiny", vocab_size=8), seed=0)(torch.zeros(4, dtype=torch.long)),
         "token ids of shape",
     ),
-    (lambda: initialise(Attention(8, 2), "fan_in+gpt2"), "unknown start"),
+    (lambda: initialize(Attention(8, 2), "fan_in+gpt2"), "unknown start"),
 ]
 
 

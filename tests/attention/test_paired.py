@@ -8,16 +8,16 @@ from qkflow.attention.masks import Mask
 from qkflow.attention.scorings import paired
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("heads", "n_kv_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("length", [128, 150])
 def test_equals_the_textbook_with_its_gradients(heads: int, kv_heads: int, length: int) -> None:
-    layer = Attention(24, heads, kv_heads=kv_heads, head_size=8, scoring="differential_v2", seed=0).double()
+    layer = Attention(24, heads, n_kv_heads=kv_heads, head_dim=8, scoring="differential_v2", seed=0).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
     x = torch.randn(2, length, 24, dtype=torch.float64, requires_grad=True)
-    q, k, v = layer._prepare(x, None, None, None, None, None)
-    assert paired.suits(q, k, v, Mask(causal=True), 0.0)
+    q, k, v = layer.project_qkv(x, None, None, None, None, None)
+    assert paired.supports(q, k, v, Mask(causal=True), 0.0)
     signal = torch.randn(2, length, 24, dtype=torch.float64)
     inputs = [x, *layer.parameters()]
     outs = layer(x), layer.reference(x)[0]

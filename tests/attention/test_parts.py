@@ -7,32 +7,32 @@ import math
 import pytest
 import torch
 
-from qkflow.attention import Attention, Rotary, merge
+from qkflow.attention import Attention, RotaryEmbedding, merge
 from qkflow.attention.masks import build_mask, document_positions
-from qkflow.attention.rope import rotate, rotate_reference
+from qkflow.attention.rope import apply_rope, apply_rope_reference
 from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
 
 
 def test_fast_rotation_equals_the_reference_with_gradients() -> None:
-    rotation = Rotary().rotation(torch.arange(9), 8, torch.float64)
+    rotation = RotaryEmbedding().rotation(torch.arange(9), 8, torch.float64)
     x = torch.randn(2, 9, 3, 8, dtype=torch.float64, requires_grad=True)
     signal = torch.randn_like(x)
-    fast, slow = rotate(x, rotation), rotate_reference(x, rotation)
+    fast, slow = apply_rope(x, rotation), apply_rope_reference(x, rotation)
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-15)
     torch.testing.assert_close(
         *(torch.autograd.grad(y, x, signal)[0] for y in (fast, slow)), rtol=0, atol=1e-15
     )
-    assert torch.autograd.gradcheck(lambda y: rotate(y, rotation), x, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda y: apply_rope(y, rotation), x, fast_mode=True)
 
 
 def test_rotated_products_depend_on_distance_alone() -> None:
-    rope = Rotary(base=100.0)
+    rope = RotaryEmbedding(base=100.0)
     q, k = torch.randn(1, 1, 1, 16, dtype=torch.float64), torch.randn(1, 1, 1, 16, dtype=torch.float64)
 
     def product(t: int, s: int) -> float:
         turn = [rope.rotation(torch.tensor([p]), 16, torch.float64) for p in (t, s)]
-        return float((rotate(q, turn[0]) * rotate(k, turn[1])).sum())
+        return float((apply_rope(q, turn[0]) * apply_rope(k, turn[1])).sum())
 
     assert product(3, 1) == pytest.approx(product(103, 101), abs=1e-12)
     assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-3)
@@ -53,21 +53,21 @@ def test_rope_matches_llama_of_transformers() -> None:
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     q = torch.randn(1, 2, 300, 16)
     theirs, _ = apply_rotary_pos_emb(q, q, cos, sin)
-    rope = Rotary(scaling="llama3", factor=8.0, original_length=64)
-    ours = rotate(q.transpose(1, 2), rope.rotation(positions, 16, torch.float32)).transpose(1, 2)
+    rope = RotaryEmbedding(scaling="llama3", factor=8.0, original_max_position_embeddings=64)
+    ours = apply_rope(q.transpose(1, 2), rope.rotation(positions, 16, torch.float32)).transpose(1, 2)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
 def test_rope_scaling() -> None:
-    plain = Rotary().frequencies(64)
-    torch.testing.assert_close(Rotary(scaling="linear", factor=4.0).frequencies(64), plain / 4)
-    ntk = Rotary(scaling="ntk", factor=4.0).frequencies(64)
+    plain = RotaryEmbedding().frequencies(64)
+    torch.testing.assert_close(RotaryEmbedding(scaling="linear", factor=4.0).frequencies(64), plain / 4)
+    ntk = RotaryEmbedding(scaling="ntk", factor=4.0).frequencies(64)
     assert ntk[0].item() == pytest.approx(plain[0].item())
     assert ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-6)
 
 
 def test_given_positions_are_used() -> None:
-    layer = Attention(16, 2, dtype=torch.float64, start="fan_in")
+    layer = Attention(16, 2, dtype=torch.float64, init="fan_in")
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     shifted = layer(x, positions=torch.arange(7, 12))
     torch.testing.assert_close(shifted, layer(x), rtol=0, atol=1e-12)  # distances are what counts
@@ -83,7 +83,7 @@ def test_document_positions_restart() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_masks_say_who_sees_whom(window: int | None) -> None:
     mask = build_mask(4, 6, causal=True, window=window)
-    matrix = mask.matrix(4, 6, torch.device("cpu"))
+    matrix = mask.to_bool(4, 6, torch.device("cpu"))
     for query in range(4):
         for key in range(6):
             distance = (query + 2) - key
@@ -110,18 +110,18 @@ def test_cache_can_be_reordered_and_rewound() -> None:
     cache = layer.new_cache(2, 5)
     layer(x[:, :4], cache=cache)
     last = layer(x[:, 4:], cache=cache)
-    cache.rewind(4)
+    cache.crop(4)
     cache.reorder(torch.tensor([1, 0]))
     torch.testing.assert_close(layer(x[:, 4:].flip(0), cache=cache).flip(0), last, rtol=0, atol=1e-12)
 
 
 def test_a_model_trained_with_drift_exports_as_a_plain_one() -> None:
-    config = preset("tiny", vocabulary=32, layers=2, kv_heads=2, attention={"coupling": "drift"})
+    config = preset("tiny", vocab_size=32, n_layers=2, n_kv_heads=2, attention={"coupling": "drift"})
     model = Decoder(config, seed=0, dtype=torch.float64)
     ids = torch.randint(32, (2, 9))
     before = model(ids)
     merge(model)
-    plain = Decoder(preset("tiny", vocabulary=32, layers=2, kv_heads=2), seed=1, dtype=torch.float64)
+    plain = Decoder(preset("tiny", vocab_size=32, n_layers=2, n_kv_heads=2), seed=1, dtype=torch.float64)
     plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(plain(ids), before, rtol=0, atol=1e-12)
 

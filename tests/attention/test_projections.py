@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qkflow.attention import Attention, initialise
-from qkflow.attention.init import Start
+from qkflow.attention import Attention, initialize
+from qkflow.attention.init import InitScheme
 from qkflow.attention.projections import CIRCUITS
 from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
@@ -19,7 +19,7 @@ def collapsed(circuit: str, **options: object) -> Attention:
 
 @pytest.mark.parametrize("circuit", CIRCUITS)
 def test_each_parameterisation_equals_its_reference(circuit: str) -> None:
-    layer = Attention(12, 3, circuit=circuit, rope=False, dtype=torch.float64, start="fan_in")
+    layer = Attention(12, 3, circuit=circuit, rope=False, dtype=torch.float64, init="fan_in")
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     assert (layer(x) - layer.reference(x)[0]).abs().max().item() <= 1e-12
 
@@ -60,7 +60,7 @@ def test_every_parameter_has_a_role(circuit: str, scoring: str) -> None:
 
 
 def test_a_parameter_without_a_role_is_named() -> None:
-    model = Decoder(preset("tiny", vocabulary=8, layers=1), seed=0)
+    model = Decoder(preset("tiny", vocab_size=8, n_layers=1), seed=0)
     model.extra = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(InputError, match="no role is declared for extra"):
         parameter_roles(model)
@@ -69,40 +69,40 @@ def test_a_parameter_without_a_role_is_named() -> None:
 def test_roles_survive_a_deep_copy() -> None:
     import copy
 
-    model = Decoder(preset("tiny", vocabulary=8, layers=1, attention={"coupling": "euler"}), seed=0)
+    model = Decoder(preset("tiny", vocab_size=8, n_layers=1, attention={"coupling": "euler"}), seed=0)
     assert parameter_roles(copy.deepcopy(model)) == parameter_roles(model)
 
 
 def test_gpt2_start_has_its_spread() -> None:
-    layer = Attention(256, 4, start="gpt2", layers=8, seed=0)
+    layer = Attention(256, 4, init="gpt2", n_layers=8, seed=0)
     assert layer.qk.q.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert layer.ov.v.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert layer.ov.o.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
 
 
 def test_fan_in_start_has_its_spread() -> None:
-    layer = Attention(256, 4, start="fan_in", seed=0)
+    layer = Attention(256, 4, init="fan_in", seed=0)
     for linear in (layer.qk.q, layer.qk.k, layer.ov.v, layer.ov.o):
         assert linear.weight.std().item() == pytest.approx(0.7 / 16, rel=0.02)
 
 
 @pytest.mark.parametrize("base", ["gpt2", "fan_in"])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
 def test_symmetric_start_adds_the_key_to_the_query(base: str, kv_heads: int) -> None:
-    plain = Attention(32, 4, kv_heads=kv_heads, start=base, seed=3)
-    symmetric = Attention(32, 4, kv_heads=kv_heads, start=f"{base}+symmetric=2", seed=3)
+    plain = Attention(32, 4, n_kv_heads=kv_heads, init=base, seed=3)
+    symmetric = Attention(32, 4, n_kv_heads=kv_heads, init=f"{base}+symmetric=2", seed=3)
     keys = plain.qk.k.weight.view(kv_heads, 8, 32).repeat_interleave(4 // kv_heads, dim=0).reshape(32, 32)
     torch.testing.assert_close(symmetric.qk.q.weight, plain.qk.q.weight + 2 * keys)
     for name in ("qk.k.weight", "ov.v.weight", "ov.o.weight"):
         assert torch.equal(symmetric.get_parameter(name), plain.get_parameter(name))
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("n_kv_heads", [1, 2])
 def test_mimetic_start_resembles_identities(kv_heads: int) -> None:
     """Trockman & Kolter: W_Qᵀ·W_K near a positive multiple of I, W_O·W_V near a negative one."""
     width = 64
     layer = Attention(
-        width, 2, kv_heads=kv_heads, head_size=width, start="mimetic", seed=0, dtype=torch.float64
+        width, 2, n_kv_heads=kv_heads, head_dim=width, init="mimetic", seed=0, dtype=torch.float64
     )
     queries = layer.qk.q.weight.view(2, width, width)
     keys = layer.qk.k.weight.view(kv_heads, width, width).repeat_interleave(2 // kv_heads, dim=0)
@@ -128,12 +128,12 @@ def test_scaled_identity_start() -> None:
 
 def test_variants_share_the_start_of_what_they_have_in_common() -> None:
     """The ground of paired comparisons: other couplings, scorings or options move no other parameter."""
-    plain = Decoder(preset("tiny", vocabulary=64), seed=5)
+    plain = Decoder(preset("tiny", vocab_size=64), seed=5)
     for attention in ({"coupling": "euler"}, {"coupling": "affine:n=2"}, {"qk_norm": True}):
-        other = Decoder(preset("tiny", vocabulary=64, attention=attention), seed=5)
+        other = Decoder(preset("tiny", vocab_size=64, attention=attention), seed=5)
         for name, parameter in plain.named_parameters():
             assert torch.equal(parameter, other.get_parameter(name)), name
-    different = Decoder(preset("tiny", vocabulary=64), seed=6)
+    different = Decoder(preset("tiny", vocab_size=64), seed=6)
     assert not torch.equal(plain.embedding.weight, different.embedding.weight)
 
 
@@ -151,11 +151,11 @@ def test_without_a_seed_the_global_generator_decides() -> None:
 
 
 def test_a_model_can_be_restarted() -> None:
-    model = Decoder(preset("tiny", vocabulary=8, layers=2), seed=0)
+    model = Decoder(preset("tiny", vocab_size=8, n_layers=2), seed=0)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    initialise(model, "fan_in", seed=0, layers=2)
+    initialize(model, "fan_in", seed=0, n_layers=2)
     assert not torch.equal(model.embedding.weight, before["embedding.weight"])
-    initialise(model, "gpt2", seed=0, layers=2)
+    initialize(model, "gpt2", seed=0, n_layers=2)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
 
@@ -163,17 +163,17 @@ def test_a_model_can_be_restarted() -> None:
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("gpt2", Start("gpt2")),
-        ("fan_in", Start("fan_in")),
-        ("symmetric", Start("fan_in", "symmetric", 1.0)),
-        ("symmetric(3)", Start("fan_in", "symmetric", 3.0)),
-        ("gpt2+symmetric(c=0.5)", Start("gpt2", "symmetric", 0.5)),
-        ("fan_in+symmetric=2", Start("fan_in", "symmetric", 2.0)),
-        ("mimetic", Start("gpt2", "mimetic", 0.7)),
-        ("fan_in + mimetic", Start("fan_in", "mimetic", 0.7)),
-        ("scaled_identity=0.1", Start("gpt2", "scaled_identity", 0.1)),
+        ("gpt2", InitScheme("gpt2")),
+        ("fan_in", InitScheme("fan_in")),
+        ("symmetric", InitScheme("fan_in", "symmetric", 1.0)),
+        ("symmetric(3)", InitScheme("fan_in", "symmetric", 3.0)),
+        ("gpt2+symmetric(c=0.5)", InitScheme("gpt2", "symmetric", 0.5)),
+        ("fan_in+symmetric=2", InitScheme("fan_in", "symmetric", 2.0)),
+        ("mimetic", InitScheme("gpt2", "mimetic", 0.7)),
+        ("fan_in + mimetic", InitScheme("fan_in", "mimetic", 0.7)),
+        ("scaled_identity=0.1", InitScheme("gpt2", "scaled_identity", 0.1)),
     ],
 )
-def test_starts_are_read_and_written(text: str, start: Start) -> None:
-    assert Start.parse(text) == start
-    assert Start.parse(str(start)) == start
+def test_starts_are_read_and_written(text: str, start: InitScheme) -> None:
+    assert InitScheme.parse(text) == start
+    assert InitScheme.parse(str(start)) == start

@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main.run(["data", *arguments]) == 0
+    assert main.dispatch(["data", *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -76,11 +76,11 @@ def test_files_left_out_are_said_and_listed(capsys: pytest.CaptureFixture[str], 
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / name).write_text(f"some text of {name}\n")
         # equal text is prepared once, but what lies beside it is said anew
-        assert main.run(["data", "prepare", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
+        assert main.dispatch(["data", "prepare", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
         said = capsys.readouterr().err
         assert said.startswith(f"qkflow: {len(others)} file{'s' if others[1:] else ''} left out: {tmp_path}")
         assert said.endswith(f"{folder}/[a].txt\n" if folder == "one" else "/4.txt, 2 more\n")
-        assert main.run(["data", "describe", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
+        assert main.dispatch(["data", "describe", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
         out = capsys.readouterr().out
         assert all(name in out for name in ("files left out", *others))
 
@@ -89,7 +89,7 @@ def test_a_single_document_is_said_with_the_file_it_was_read_from(tmp_path: Path
     (tmp_path / "meta.json").write_text('{"title": "about this corpus"}')
     (tmp_path / "text.txt").write_text("some text\n\n" * 1000)
     with pytest.raises(InputError, match=r"\(read from .*meta.json\) holds a single document"):
-        main.run(["data", "prepare", str(tmp_path), "--tokenizer", "bytes"])
+        main.dispatch(["data", "prepare", str(tmp_path), "--tokenizer", "bytes"])
 
 
 @pytest.mark.parametrize(
@@ -122,5 +122,5 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("list", "prepare", "describe", "verify"):
         with pytest.raises(SystemExit):
-            main.run(["data", command, "--help"])
+            main.dispatch(["data", command, "--help"])
         assert f"qkflow data {command}" in capsys.readouterr().out

@@ -33,10 +33,10 @@ metric_list: [{{metric: acc}}]
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of ours, the same model as a `transformers` folder, and a task made of local files."""
     place = tmp_path_factory.mktemp("eval")
-    shape = ModelConfig.from_dict({"vocabulary": 257, "layers": 1, "width": 32, "heads": 2})
-    weights = pretrained.full_weights(Decoder(shape, seed=0))
-    pretrained.save(place / "run" / "model", shape, weights, ByteTokenizer())
-    hf.export(place / "run", place / "exported")
+    shape = ModelConfig.from_dict({"vocab_size": 257, "n_layers": 1, "dim": 32, "n_heads": 2})
+    weights = pretrained.full_state_dict(Decoder(shape, seed=0))
+    pretrained.save_model(place / "run" / "model", shape, weights, ByteTokenizer())
+    hf.export_model(place / "run", place / "exported")
     rows = [{"line": "the cat sat on the", "choices": [" mat", " zx"], "answer": 0}] * 3
     (place / "rhymes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "tasks").mkdir()
@@ -64,7 +64,7 @@ def test_tasks_of_a_run_and_of_its_export_agree(place: Path, capsys: pytest.Capt
             "cpu",
             "--json",
         ]
-        assert main.run([str(word) for word in asked]) == 0
+        assert main.dispatch([str(word) for word in asked]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["model"] == str(place / "run")
     assert found[0]["tasks"] == found[1]["tasks"]
@@ -77,10 +77,10 @@ def test_flags_that_would_do_nothing_are_refused(place: Path) -> None:
         (["--coupling", "somewhere"], "--coupling needs --tasks"),
         (["--tasks", "a", "--data", "speeches"], "--data does not go with --tasks"),
         (["--tasks", "a", "--limit", "0"], "--limit must be at least 1"),
-        (["--length", "0"], "--length must be at least 1"),
+        (["--seq-len", "0"], "--seq-len must be at least 1"),
     ):
         with pytest.raises(InputError, match=said):
-            main.run(["eval", str(place / "run"), *wrong])
+            main.dispatch(["eval", str(place / "run"), *wrong])
 
 
 def test_what_is_missing_is_said_in_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +88,11 @@ def test_what_is_missing_is_said_in_one_sentence(place: Path, monkeypatch: pytes
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "lm_eval", None)
         with pytest.raises(InputError, match=r'pip install "qkflow\[eval\]"'):
-            main.run([*asked, "rhymes"])
+            main.dispatch([*asked, "rhymes"])
     pytest.importorskip("lm_eval")
     with pytest.raises(InputError, match="there is no folder 'nowhere'"):
-        main.run([*asked, "rhymes", "--include", "nowhere"])
+        main.dispatch([*asked, "rhymes", "--include", "nowhere"])
     elsewhere = place / "moved.yaml"
     elsewhere.write_text(TASK.format(data=place / "gone.jsonl"))
     with pytest.raises(InputError, match=r"questions of .*moved.yaml' cannot be read .*gone.jsonl"):
-        main.run([*asked, str(elsewhere)])
+        main.dispatch([*asked, str(elsewhere)])

@@ -19,21 +19,22 @@ from qkflow.training import pretrained
 
 
 def run_folder(path: Path) -> Decoder:
-    shape = {"vocabulary": 257, "layers": 1, "width": 32, "heads": 2, "feed_forward": "swiglu"}
+    shape = {"vocab_size": 257, "n_layers": 1, "dim": 32, "n_heads": 2, "feed_forward": "swiglu"}
     model = Decoder(ModelConfig.from_dict({**shape, "attention": {"coupling": "drift"}}), seed=0).eval()
-    pretrained.save(path / "model", model.config, pretrained.full_weights(model), ByteTokenizer())
+    pretrained.save_model(path / "model", model.config, pretrained.full_state_dict(model), ByteTokenizer())
     return model
 
 
 def test_a_run_goes_out_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = run_folder(tmp_path / "run")
     assert (
-        main.run(["export", str(tmp_path / "run"), str(tmp_path / "llama"), "--to", "llama", "--json"]) == 0
+        main.dispatch(["export", str(tmp_path / "run"), str(tmp_path / "llama"), "--to", "llama", "--json"])
+        == 0
     )
     said = json.loads(capsys.readouterr().out)
     assert said["architecture"] == "LlamaForCausalLM"
     assert said["folder"] == str(tmp_path / "llama")
-    assert main.run(["import", str(tmp_path / "llama"), str(tmp_path / "back")]) == 0
+    assert main.dispatch(["import", str(tmp_path / "llama"), str(tmp_path / "back")]) == 0
     assert "Decoder" in capsys.readouterr().out
     again, _ = pretrained.load_model(tmp_path / "back")
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
@@ -42,11 +43,11 @@ def test_a_run_goes_out_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFix
         torch.testing.assert_close(again.logits(again(token_ids())), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(output(llama, token_ids()), expected, rtol=0, atol=1e-5)
     with pytest.raises(InputError, match="exists already"):
-        main.run(["export", str(tmp_path / "run"), str(tmp_path / "llama")])
+        main.dispatch(["export", str(tmp_path / "run"), str(tmp_path / "llama")])
 
 
 def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    assert main.run(["pace", "groups", *arguments, "--json"]) == 0
+    assert main.dispatch(["pace", "groups", *arguments, "--json"]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["parameters"]
     return found
 
@@ -61,11 +62,11 @@ def test_groups_of_presets_runs_and_configs(tmp_path: Path, capsys: pytest.Captu
         _, config, options = FAMILIES[family]
         config(**options).save_pretrained(tmp_path / family)
         assert any(row["group"] == group for row in rows(capsys, str(tmp_path / family)))
-    assert main.run(["pace", "groups", str(tmp_path / "bert")]) == 0
+    assert main.dispatch(["pace", "groups", str(tmp_path / "bert")]) == 0
     shown = capsys.readouterr().out
     assert "query-key circuit ×20" in shown
     with pytest.raises(InputError, match="ratio must be a positive number"):
-        main.run(["pace", "groups", "tiny", "--ratio", "0"])
+        main.dispatch(["pace", "groups", "tiny", "--ratio", "0"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"not a preset .* nor a model that can be opened"):
-        main.run(["pace", "groups", str(tmp_path / "empty")])
+        main.dispatch(["pace", "groups", str(tmp_path / "empty")])

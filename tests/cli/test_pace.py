@@ -12,7 +12,7 @@ from qkflow.errors import InputError
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    assert main.run([*arguments, "--json"]) == 0
+    assert main.dispatch([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -28,7 +28,7 @@ def test_flow_json_has_one_row_per_ratio(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_flow_table_shows_the_published_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["pace", "flow"]) == 0
+    assert main.dispatch(["pace", "flow"]) == 0
     printed = capsys.readouterr().out
     assert "81.669 0.559 0.149" in printed
     assert "81.6687" in printed
@@ -55,12 +55,12 @@ def test_flow_page_is_self_contained(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_flow_refuses_bad_input(flags: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        main.run(["pace", "flow", *flags])
+        main.dispatch(["pace", "flow", *flags])
 
 
 def test_synthetic_cell_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "cell.html"
-    cell = ["--setting", "CACO", "--qk-lr", ".3", "--ov-lr", ".3", "--length", "128"]
+    cell = ["--setting", "CACO", "--qk-lr", ".3", "--ov-lr", ".3", "--seq-len", "128"]
     flags = [*cell, "--steps", "500", "--seeds", "2"]
     found = run_json(capsys, "pace", "synthetic", *flags, "--out", str(page))
     (row,) = found["rows"]
@@ -77,13 +77,13 @@ def test_synthetic_cell_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_sweep_over_processes_equals_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     from qkflow.papers.faster_qk.sweep import sweep
-    from qkflow.papers.faster_qk.synthetic import cell
+    from qkflow.papers.faster_qk.synthetic import synthetic_config
 
-    settings = [cell(kind, 0.5, 0.5, 16, steps=250) for kind in ("CACO", "FACO")]
+    settings = [synthetic_config(kind, 0.5, 0.5, 16, steps=250) for kind in ("CACO", "FACO")]
     heard: list[int] = []
-    alone = sweep(settings, [1, 2], workers=1, advance=heard.append)
-    apart = sweep(settings, [1, 2], workers=2, advance=heard.append)
-    assert [(each.setting.kind, each.seed) for each in apart] == [
+    alone = sweep(settings, [1, 2], workers=1, on_progress=heard.append)
+    apart = sweep(settings, [1, 2], workers=2, on_progress=heard.append)
+    assert [(each.config.kind, each.seed) for each in apart] == [
         (setting.kind, seed) for setting in settings for seed in (1, 2)
     ]
     assert [each.loss for each in apart] == pytest.approx([each.loss for each in alone], rel=1e-5)
@@ -101,12 +101,12 @@ def test_synthetic_fixed_attention_json(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_a_cell_of_the_figure_is_the_figures_own() -> None:
-    from qkflow.papers.faster_qk.synthetic import FIGURE, cell
+    from qkflow.papers.faster_qk.synthetic import FIGURE_CONFIGS, synthetic_config
 
-    assert cell("CACO", 0.05, 0.01, 128) is FIGURE[4]
-    assert cell("CACO", 0.05, 0.01, 128, steps=10).published is None
-    assert cell("CACO", 0.05, 0.01, 64).published is None
-    assert cell("FAFO", growth=40).steps == 200_000
+    assert synthetic_config("CACO", 0.05, 0.01, 128) is FIGURE_CONFIGS[4]
+    assert synthetic_config("CACO", 0.05, 0.01, 128, steps=10).published is None
+    assert synthetic_config("CACO", 0.05, 0.01, 64).published is None
+    assert synthetic_config("FAFO", growth=40).steps == 200_000
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_a_cell_of_the_figure_is_the_figures_own() -> None:
 )
 def test_synthetic_refuses_bad_input(flags: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        main.run(["pace", "synthetic", *flags])
+        main.dispatch(["pace", "synthetic", *flags])

@@ -56,14 +56,14 @@ def refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     return call
 
 
-SMALL = ("--tokenizer", "bytes", "--length", "16", "--batch", "4")
+SMALL = ("--tokenizer", "bytes", "--seq-len", "16", "--batch-size", "4")
 OF_BOTH = [
     (["--data", "nowhere.txt"], "there is no file or folder nowhere.txt"),
     (["--data", "empty.txt"], "empty.txt is empty"),
     (["--data", "binary.txt"], "binary.txt is binary, not UTF-8 text"),
     (["--data", "one.txt"], "too little to keep some of it for validation"),
     (["--data", "no-texts"], "no-texts holds no file of text"),
-    (["--data", "short.jsonl", "--length", "500"], "fewer than one window of 501"),
+    (["--data", "short.jsonl", "--seq-len", "500"], "fewer than one window of 501"),
     (["--data", "speches"], "did you mean 'speeches'"),
     (["--data", "hf:nobody/nothing"], "cannot be reached: pass a local copy, as hf:/path"),
     (["--data", "wikitext-2"], "cannot be reached: pass a local copy, as hf:/path"),
@@ -95,7 +95,7 @@ OF_TRAIN = [
     (["--coupling", "eulr"], "did you mean 'euler'"),
     (["--coupling", "leapfrog:m=7"], "unknown option of coupling 'leapfrog' 'm'"),
     (["--scoring", "sofmax"], "did you mean 'softmax'"),
-    (["--start", "gtp2"], "did you mean 'gpt2'"),
+    (["--init", "gtp2"], "did you mean 'gpt2'"),
     (["--precision", "bf61"], "did you mean 'bf16'"),
     (["--pace", "-1"], "the ratio must be above zero"),
     (["--parallel", "ddp"], "start it with torchrun"),
@@ -103,8 +103,8 @@ OF_TRAIN = [
     (["--config", "bad-section.yaml"], "did you mean 'train'"),
     (["--config", "binary.txt"], "binary.txt is not a text file"),
     (["--set", "train.clipp=1"], "did you mean 'clip'"),
-    (["--set", "model.width=wide"], "model.width must be a whole number, not 'wide'"),
-    (["--set", "model.heads=3"], "width 128 does not divide into 3 heads"),
+    (["--set", "model.dim=wide"], "model.dim must be a whole number, not 'wide'"),
+    (["--set", "model.n_heads=3"], "width 128 does not divide into 3 heads"),
     (["--set", "train.clip=["], "'[' cannot be read as YAML"),
     (["--set", "train.steps=2.5"], "train.steps must be a whole number"),
     (["--set", "train.compile=inducter"], "did you mean 'inductor'"),
@@ -173,7 +173,7 @@ def test_a_stopped_run_says_how_to_go_on(place: Path, tmp_path: Path) -> None:
         "train._Shown.stepped = ask\n"
         "main.main()"
     )
-    model = ("--set", "model.layers=1", "--set", "model.width=16", "--set", "model.heads=2")
+    model = ("--set", "model.n_layers=1", "--set", "model.dim=16", "--set", "model.n_heads=2")
     asked = [
         "train",
         tmp_path / "run",

@@ -8,9 +8,9 @@ import torch
 
 from qkflow.cli import main
 from qkflow.errors import InputError
-from qkflow.papers.fast_slow.master_equation import random_generator, stationary
+from qkflow.papers.fast_slow.master_equation import random_generator, stationary_distribution
 
-QUICK = ["timescale", "theory", "--quick", "--steps", "60", "--hidden", "8"]
+QUICK = ["timescale", "theory", "--quick", "--steps", "60", "--hidden-dim", "8"]
 
 
 def test_a_given_generator_gets_its_numbers_and_a_page_that_needs_no_network(tmp_path, capsys):
@@ -18,9 +18,11 @@ def test_a_given_generator_gets_its_numbers_and_a_page_that_needs_no_network(tmp
     (tmp_path / "rates<1>.json").write_text(json.dumps(W.tolist()))
     page = tmp_path / "new" / "theory.html"
     arguments = [*QUICK, "--generator", str(tmp_path / "rates<1>.json"), "--out", str(page)]
-    assert main.run([*arguments, "--json"]) == 0
+    assert main.dispatch([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    torch.testing.assert_close(torch.tensor(result["stationary"]).double(), stationary(W), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(result["stationary"]).double(), stationary_distribution(W), rtol=1e-6, atol=0
+    )
     assert result["epsilons"] == [2.0**-k for k in range(1, 7)]
     assert len(result["errors"]) == 6
     assert result["order"] == pytest.approx(1, abs=0.02)
@@ -35,7 +37,7 @@ def test_a_given_generator_gets_its_numbers_and_a_page_that_needs_no_network(tmp
 
 
 def test_the_table_says_the_order(capsys):
-    assert main.run([*QUICK, "--states", "2"]) == 0
+    assert main.dispatch([*QUICK, "--states", "2"]) == 0
     shown = capsys.readouterr().out
     assert "fitted order 1.00" in shown or "fitted order 0.99" in shown
     assert "1/64" in shown
@@ -56,7 +58,7 @@ def test_the_table_says_the_order(capsys):
 )
 def test_bad_input_is_one_sentence(arguments, message):
     with pytest.raises(InputError, match=message):
-        main.run([*QUICK[:3], *arguments])
+        main.dispatch([*QUICK[:3], *arguments])
 
 
 def test_columns_that_do_not_sum_to_zero_end_the_program_with_code_2(tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from qkflow import console, files
-from qkflow.cli.main import run
+from qkflow.cli.main import dispatch
 from qkflow.data import prepare
 from qkflow.errors import InputError
 from qkflow.models import Decoder
@@ -27,7 +27,7 @@ def command(capsys):
     """Run a command; its exit code and what it printed."""
 
     def call(*arguments):
-        code = run([str(argument) for argument in arguments])
+        code = dispatch([str(argument) for argument in arguments])
         return code, capsys.readouterr().out
 
     return call
@@ -36,10 +36,10 @@ def command(capsys):
 @pytest.fixture
 def model(trained, corpus, command):
     if not trained.exists():
-        small = ["model.layers=1", "model.width=16", "model.heads=2", "train.eval_tokens=512"]
+        small = ["model.n_layers=1", "model.dim=16", "model.n_heads=2", "train.eval_tokens=512"]
         code, out = command(
-            "train", trained, "--data", corpus, "--tokenizer", "bpe:300", "--length", 16,
-            "--coupling", "drift", "--steps", 6, "--batch", 4,
+            "train", trained, "--data", corpus, "--tokenizer", "bpe:300", "--seq-len", 16,
+            "--coupling", "drift", "--steps", 6, "--batch-size", 4,
             *(word for text in small for word in ("--set", text)), "--json",
         )  # fmt: skip
         assert code == 0
@@ -62,16 +62,30 @@ def test_brackets_of_a_path_stay_what_they_are(model, corpus, command, tmp_path,
     Path("[ab]").mkdir()
     shutil.copy(corpus, "[ab]/a.jsonl")
     assert "of[/b] on [ab]/a.jsonl" in command("eval", "of[/b]", "--data", "[ab]/a.jsonl")[1]
-    small = ("model.layers=1", "model.width=16", "model.heads=2")
+    small = ("model.n_layers=1", "model.dim=16", "model.n_heads=2")
     small = [word for text in small for word in ("--set", text)]
-    asked = ("--data", corpus, "--tokenizer", "bytes", "--length", 16, "--batch", 4, "--steps", 1, *small)
+    asked = (
+        "--data",
+        corpus,
+        "--tokenizer",
+        "bytes",
+        "--seq-len",
+        16,
+        "--batch-size",
+        4,
+        "--steps",
+        1,
+        *small,
+    )
     assert "new[/b]: " in command("train", "new[/b]", *asked)[1]
 
 
 def test_train_refuses_a_folder_of_something_else(model, command, tmp_path):
     with pytest.raises(InputError, match=r"holds another run \(train\.lr is 0\.003, not 0\.5\)"):
         command("train", model, "--lr", 0.5)
-    assert command("train", model, "--set", "train.keep=3")[0] == 0  # changes nothing that was learned
+    assert (
+        command("train", model, "--set", "train.keep_latest_k=3")[0] == 0
+    )  # changes nothing that was learned
     (tmp_path / "letter.txt").write_text("dear")
     with pytest.raises(InputError, match="holds something else"):
         command("train", tmp_path)
@@ -92,7 +106,7 @@ def test_train_from_a_config_with_flags_on_top(settings, command, tmp_path):
 
 
 def test_eval_agrees_with_the_run(model, corpus, command):
-    _, out = command("eval", model, "--data", corpus, "--length", 16, "--tokens", 512, "--json")
+    _, out = command("eval", model, "--data", corpus, "--seq-len", 16, "--tokens", 512, "--json")
     found, result = json.loads(out), json.loads((model / "result.json").read_text())
     assert found["loss"] == pytest.approx(result["loss"], rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
@@ -110,17 +124,17 @@ def test_bits_per_byte_count_the_bytes_that_a_tokenizer_loses(corpus, command, t
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "</s>"], show_progress=False)
     subwords.train_from_iterator([corpus.read_text()], trainer)
     subwords.save(str(tmp_path / "tokenizer.json"))
-    asked = ["--data", corpus, "--tokenizer", tmp_path / "tokenizer.json", "--length", 16, "--batch", 4]
-    small = ("model.layers=1", "model.width=16", "model.heads=2", "train.eval_tokens=null")
+    asked = ["--data", corpus, "--tokenizer", tmp_path / "tokenizer.json", "--seq-len", 16, "--batch-size", 4]
+    small = ("model.n_layers=1", "model.dim=16", "model.n_heads=2", "train.eval_tokens=null")
     small = [word for text in small for word in ("--set", text)]
     _, out = command("train", tmp_path / "run", *asked, "--steps", 1, *small, "--json")
     trained = json.loads(out)
     text = prepare(str(corpus), str(tmp_path / "tokenizer.json"))
     for split in ("validation", "all"):
-        asked = ("eval", tmp_path / "run", "--data", corpus, "--length", 16, "--split", split, "--json")
+        asked = ("eval", tmp_path / "run", "--data", corpus, "--seq-len", 16, "--split", split, "--json")
         found = json.loads(command(*asked)[1])
         parts = ("train", "validation", "test") if split == "all" else (split,)
-        assert found["bytes"] == sum(text.bytes(part) for part in parts)
+        assert found["bytes"] == sum(text.n_bytes(part) for part in parts)
         some = json.loads(command(*asked, "--tokens", found["tokens"] // 2)[1])
         share = some["tokens"] / found["tokens"]
         assert some["bytes"] == pytest.approx(found["bytes"] * share, rel=0.05)
@@ -161,7 +175,7 @@ def test_probe(model, corpus, command, tmp_path):
     (layer,) = json.loads(out)["layers"]
     assert len(layer["entropy"]) == len(layer["step_size"]) == 2
     assert (tmp_path / "maps.html").is_file()
-    assert "effective" in command("probe", model, "--data", corpus, "--windows", 2, "--length", 8)[1]
+    assert "effective" in command("probe", model, "--data", corpus, "--windows", 2, "--seq-len", 8)[1]
     for wrong in ([], ["--text", "a", "--data", "b"]):
         with pytest.raises(InputError, match="either --text or --data"):
             command("probe", model, *wrong)
@@ -228,7 +242,9 @@ def test_a_model_that_does_not_fit_leaves_nothing_half_written(model, monkeypatc
 
     monkeypatch.setattr(files, "write_json", full)
     with pytest.raises(OSError, match="No space left"):
-        pretrained.save(tmp_path / "model", decoder.config, pretrained.full_weights(decoder), tokenizer)
+        pretrained.save_model(
+            tmp_path / "model", decoder.config, pretrained.full_state_dict(decoder), tokenizer
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -261,4 +277,4 @@ def test_a_loss_beyond_all_perplexities_is_shown(model, command, tmp_path):
 def test_the_exit_code_of_a_failed_run(settings, command, tmp_path):
     wild = settings(lr=1e25, clip=0, warmup=0, schedule="constant")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(wild))
-    assert command("train", tmp_path / "run", "--config", tmp_path / "run.yaml")[0] == worker.FAILED
+    assert command("train", tmp_path / "run", "--config", tmp_path / "run.yaml")[0] == worker.EXIT_FAILED

@@ -28,7 +28,7 @@ def sampled(count: int, seed: int = 0) -> list[dict[str, object]]:
             {
                 "coupling": coupling + steps,
                 "scoring": scoring,
-                "kv_heads": draw.choice((2, 4)),
+                "n_kv_heads": draw.choice((2, 4)),
                 "qk_norm": draw.random() < 0.3,
                 "bias": draw.random() < 0.3,
                 "window": draw.choice((None, None, 4)),
@@ -49,7 +49,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=label)
 
 
 def make(case: dict[str, object], dtype: torch.dtype = torch.float64, **more: object) -> Attention:
-    layer = Attention(WIDTH, HEADS, start="fan_in", seed=1, dtype=dtype, **case, **more)  # type: ignore[arg-type]
+    layer = Attention(WIDTH, HEADS, init="fan_in", seed=1, dtype=dtype, **case, **more)  # type: ignore[arg-type]
     scatter(layer, 0.15)
     return layer.eval()
 
@@ -105,7 +105,7 @@ def test_packed_equals_separate(case: dict[str, object]) -> None:
     lengths = (5, 1, 7)
     parts = [inputs(length, batch=1) for length in lengths]
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    packed = layer(torch.cat(parts, 1), documents=documents)
+    packed = layer(torch.cat(parts, 1), document_ids=documents)
     separate = torch.cat([layer(part) for part in parts], 1)
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-12)
 
@@ -114,10 +114,10 @@ def test_packed_equals_separate(case: dict[str, object]) -> None:
 def test_packed_and_cached_equals_full(case: dict[str, object]) -> None:
     layer, x = make(case), inputs(length=12, batch=1)
     documents = torch.tensor([[0] * 5 + [1] * 7])
-    full = layer(x, documents=documents)
+    full = layer(x, document_ids=documents)
     cache = layer.new_cache(1, 12)
     pieces = [
-        layer(x[:, begin:end], documents=documents[:, :end], cache=cache)
+        layer(x[:, begin:end], document_ids=documents[:, :end], cache=cache)
         for begin, end in ((0, 3), (3, 8), (8, 9), (9, 12))
     ]
     torch.testing.assert_close(torch.cat(pieces, 1), full, rtol=0, atol=1e-12)
@@ -132,7 +132,7 @@ def test_padding_on_either_side_changes_nothing(case: dict[str, object], causal:
     for padded, real in ((torch.cat((x, junk), 1), slice(0, 6)), (torch.cat((junk, x), 1), slice(3, 9))):
         padding = torch.zeros(1, 9, dtype=torch.bool)
         padding[:, real] = True
-        out = layer(padded, padding=padding)
+        out = layer(padded, attention_mask=padding)
         assert out.isfinite().all()
         torch.testing.assert_close(out[:, real], alone, rtol=0, atol=1e-11)
 
@@ -197,7 +197,7 @@ def test_captured_whole_by_the_compiler(case: dict[str, object]) -> None:
 def test_compiled_with_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
-    layer = make({"coupling": "leapfrog:n=3", "kv_heads": 2}, dtype=torch.float32)
+    layer = make({"coupling": "leapfrog:n=3", "n_kv_heads": 2}, dtype=torch.float32)
     x = inputs().float()
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-5, atol=1e-5)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from parts import HEADS, coupling_specs, heads, scatter
 from qkflow.attention import couplings
 from qkflow.attention.couplings import Coupling
-from qkflow.attention.heads import Heads
-from qkflow.attention.init import initialise
-from qkflow.attention.projections import FactorisedQK
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.init import initialize
+from qkflow.attention.projections import FactorizedQK
 from qkflow.errors import InputError
 from qkflow.models.flops import count_flops
 
@@ -24,15 +24,15 @@ DOUBLE = {"dtype": torch.float64}
 
 def make(spec: str, kind: str = "mha", size: int = 6, start: str = "fan_in", moved: bool = True) -> Coupling:
     coupling = couplings.build(spec, heads(kind, size), DOUBLE)
-    initialise(coupling, start, seed=0)
+    initialize(coupling, start, seed=0)
     if moved:
         scatter(coupling)
     return coupling
 
 
-def tokens(shape: Heads, batch: int = 2, length: int = 5) -> tuple[Tensor, Tensor]:
-    q = torch.randn(batch, length, shape.queries, shape.size, dtype=torch.float64)
-    k = torch.randn(batch, length, shape.keys, shape.size, dtype=torch.float64)
+def tokens(shape: HeadShapes, batch: int = 2, length: int = 5) -> tuple[Tensor, Tensor]:
+    q = torch.randn(batch, length, shape.n_q, shape.head_dim, dtype=torch.float64)
+    k = torch.randn(batch, length, shape.n_k, shape.head_dim, dtype=torch.float64)
     return q, k
 
 
@@ -40,7 +40,7 @@ def tokens(shape: Heads, batch: int = 2, length: int = 5) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("spec", SPECS)
 def test_equals_its_reference_forward_and_backward(spec: str, kind: str) -> None:
     coupling = make(spec, kind)
-    q, k = (t.requires_grad_() for t in tokens(coupling.heads))
+    q, k = (t.requires_grad_() for t in tokens(coupling.head_shapes))
     inputs = [q, k, *coupling.parameters()]
     signal = [torch.randn_like(q), torch.randn_like(k)]
 
@@ -60,7 +60,7 @@ def test_equals_its_reference_forward_and_backward(spec: str, kind: str) -> None
 @pytest.mark.parametrize("spec", [*SPECS, "euler:n=2:folded=true", "leapfrog:folded=true"])
 def test_any_layout_in_memory_and_no_tokens_at_all(spec: str) -> None:
     coupling = make(spec, "gqa")
-    given = tokens(coupling.heads, batch=2, length=3)
+    given = tokens(coupling.head_shapes, batch=2, length=3)
     layouts = [tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given)]  # (B, H, T, D)
     layouts += [tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in given)]  # (T, B, H, D)
     layouts += [tuple(x[:1].expand(2, -1, -1, -1) for x in given), tuple(x[:, :0] for x in given)]
@@ -82,15 +82,15 @@ def test_any_layout_in_memory_and_no_tokens_at_all(spec: str) -> None:
 def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str, bias: bool) -> None:
     """The shortcut through the projections' weights: one token, few and many, with and without gradients."""
     coupling = make(spec, kind)
-    shape = coupling.heads
-    qk = FactorisedQK(10, shape, bias, dtype=torch.float64)
+    shape = coupling.head_shapes
+    qk = FactorizedQK(10, shape, bias, dtype=torch.float64)
     scatter(qk, 0.3)
     for length in (1, 3, 100):
         # halved: what seven steps of an affine map make of large numbers, they make of their rounding as well
         x = torch.randn(1, length, 10, dtype=torch.float64).div_(2).requires_grad_()
         inputs = [x, *coupling.parameters(), *qk.parameters()]
         signal = [
-            torch.randn(1, length, n, shape.size, dtype=torch.float64) for n in (shape.queries, shape.keys)
+            torch.randn(1, length, n, shape.head_dim, dtype=torch.float64) for n in (shape.n_q, shape.n_k)
         ]
         fast, slow = coupling.from_input(x, qk), coupling.reference(*qk(x, x))
         results = [(out, torch.autograd.grad(out, inputs, signal, allow_unused=True)) for out in (fast, slow)]
@@ -107,7 +107,7 @@ def test_straight_from_the_input_equals_project_then_couple(spec: str, kind: str
 @pytest.mark.parametrize("spec", SPECS)
 def test_inference_notices_changed_parameters(spec: str) -> None:
     coupling = make(spec, "gqa").eval()
-    qk = FactorisedQK(10, coupling.heads, False, dtype=torch.float64)
+    qk = FactorizedQK(10, coupling.head_shapes, False, dtype=torch.float64)
     x = torch.randn(2, 4, 10, dtype=torch.float64)
 
     def check() -> None:
@@ -134,7 +134,7 @@ def test_inference_notices_changed_parameters(spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_gradcheck(spec: str, kind: str) -> None:
     coupling = make(spec, kind, size=3)
-    q, k = (t.requires_grad_() for t in tokens(coupling.heads, batch=1, length=2))
+    q, k = (t.requires_grad_() for t in tokens(coupling.head_shapes, batch=1, length=2))
     names = [name for name, _ in coupling.named_parameters()]
 
     def run(q: Tensor, k: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def test_gradcheck(spec: str, kind: str) -> None:
 def test_transforms_of_functions_see_the_reference(spec: str) -> None:
     """Gradients per example, and forward-mode derivatives."""
     coupling = make(spec, "gqa")
-    examples = tokens(coupling.heads, batch=3)
+    examples = tokens(coupling.head_shapes, batch=3)
 
     textbook = copy.deepcopy(coupling)
     textbook.forward = coupling.reference  # type: ignore[method-assign]
@@ -172,7 +172,7 @@ def test_transforms_of_functions_see_the_reference(spec: str) -> None:
 def test_acts_on_each_token_alone(spec: str) -> None:
     """So causality holds, and an evolved key can be cached."""
     coupling = make(spec, "gqa")
-    q, k = tokens(coupling.heads, length=6)
+    q, k = tokens(coupling.head_shapes, length=6)
     whole_q, whole_k = coupling(q, k)
     for t in range(6):
         alone_q, alone_k = coupling(q[:, t : t + 1], k[:, t : t + 1])
@@ -183,7 +183,7 @@ def test_acts_on_each_token_alone(spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_leaves_its_inputs_alone(spec: str) -> None:
     coupling = make(spec, "gqa")
-    q, k = tokens(coupling.heads)
+    q, k = tokens(coupling.head_shapes)
     before = q.clone(), k.clone()
     coupling(q, k)
     assert torch.equal(q, before[0])
@@ -194,17 +194,17 @@ def test_leaves_its_inputs_alone(spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_identity_at_start_exactly_where_declared(spec: str, kind: str) -> None:
     coupling = make(spec, kind, moved=False)
-    q, k = tokens(coupling.heads)
+    q, k = tokens(coupling.head_shapes)
     new_q, new_k = coupling(q, k)
     unchanged = torch.equal(new_q, q) and torch.equal(new_k, k)
-    assert unchanged == coupling.identity_at_start
+    assert unchanged == coupling.identity_at_init
 
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_inverse_exactly_where_declared(spec: str, kind: str) -> None:
     coupling = make(spec, kind)
-    q, k = tokens(coupling.heads)
+    q, k = tokens(coupling.head_shapes)
     if not coupling.invertible:
         with pytest.raises(InputError, match="has no inverse"):
             coupling.inverse(q, k)
@@ -229,8 +229,8 @@ def jacobian(coupling: Coupling, size: int) -> Tensor:
 @pytest.mark.parametrize("spec", SPECS)
 def test_symplectic_exactly_where_declared(spec: str) -> None:
     size = 4
-    coupling = couplings.build(spec, Heads(1, 1, 1, size, size, 1, size), DOUBLE)
-    initialise(coupling, "fan_in", seed=0)
+    coupling = couplings.build(spec, HeadShapes(1, 1, 1, size, size, 1, size), DOUBLE)
+    initialize(coupling, "fan_in", seed=0)
     scatter(coupling, 0.8)
     j, zero, one = jacobian(coupling, size), torch.zeros(size, size), torch.eye(size)
     omega = torch.cat((torch.cat((zero, one), 1), torch.cat((-one, zero), 1))).double()
@@ -253,7 +253,7 @@ def test_parameters_match_the_declared_formula(spec: str, kind: str) -> None:
 def test_flops_match_the_declared_formula(spec: str, kind: str) -> None:
     coupling = make(spec, kind, size=16)
     length = 1000  # so that products of weights alone do not count for much
-    q, k = tokens(coupling.heads, batch=1, length=length)
+    q, k = tokens(coupling.head_shapes, batch=1, length=length)
     counted = count_flops(lambda: coupling(q, k)) / length
     assert coupling.extra_flops() == pytest.approx(counted, rel=0.03)
 
@@ -261,10 +261,10 @@ def test_flops_match_the_declared_formula(spec: str, kind: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_folding_the_drift_changes_nothing(spec: str) -> None:
     coupling = make(spec, "gqa")
-    q, k = tokens(coupling.heads)
+    q, k = tokens(coupling.head_shapes)
     expected = coupling(q, k)
     folded = copy.deepcopy(coupling)
-    amount = folded.fold()
+    amount = folded.take_linear_drift()
     if amount is None:
         amount = torch.zeros(4, dtype=torch.float64)
     drifted = q + amount[:, None] * k.repeat_interleave(2, dim=2)
@@ -292,7 +292,7 @@ def test_bf16_stays_close(spec: str) -> None:
 def test_state_dict_round_trip(spec: str) -> None:
     saved, loaded = make(spec, "gqa"), make(spec, "gqa", moved=False)
     loaded.load_state_dict(saved.state_dict())
-    q, k = tokens(saved.heads)
+    q, k = tokens(saved.head_shapes)
     for a, b in zip(saved(q, k), loaded(q, k), strict=True):
         assert torch.equal(a, b)
 
@@ -316,7 +316,7 @@ def test_conservative_leapfrog_drifts_in_energy_by_the_square_of_the_step() -> N
     for step in (0.1, 0.01):
         spec = f"leapfrog:conservative=true:steps={round(1 / step)}:step={step}:hidden=4"
         coupling = couplings.build(spec, heads("mha"), DOUBLE)
-        initialise(coupling, "fan_in", seed=0)
+        initialize(coupling, "fan_in", seed=0)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             network = coupling.network
@@ -333,7 +333,7 @@ def test_conservative_leapfrog_drifts_in_energy_by_the_square_of_the_step() -> N
 
 def test_published_parameter_counts_at_60m() -> None:
     """65,536 in the networks, 0.111% of the model, and a step size a head."""
-    layer = Heads(8, 8, 8, 64, 64, 8, 64)
+    layer = HeadShapes(8, 8, 8, 64, 64, 8, 64)
     assert 8 * couplings.build("euler:learn_step=false", layer).extra_parameters() == 65_536
     assert 8 * couplings.build("euler", layer).extra_parameters() == 65_536 + 64
     assert 8 * couplings.build("affine", layer).extra_parameters() == 196_608  # about 0.3% of 59.3M

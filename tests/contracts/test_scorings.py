@@ -12,7 +12,7 @@ SPECS = scoring_specs()
 
 
 def make(spec: str, **options: object) -> Attention:
-    settings = {"kv_heads": 2, "dtype": torch.float64, "start": "fan_in", "layer": 2, **options}
+    settings = {"n_kv_heads": 2, "dtype": torch.float64, "init": "fan_in", "layer": 2, **options}
     layer = Attention(16, 4, scoring=spec, **settings)  # type: ignore[arg-type]
     scatter(layer, 0.2)
     return layer
@@ -35,7 +35,7 @@ def test_equals_its_reference_forward_and_backward(spec: str, causal: bool) -> N
 def test_weights_see_only_the_past(spec: str) -> None:
     layer = make(spec)
     weights = layer.reference(torch.randn(2, 9, 16, dtype=torch.float64))[1]
-    assert weights.shape == (2, layer.heads.outputs, 9, 9)
+    assert weights.shape == (2, layer.head_shapes.n_out, 9, 9)
     assert weights.triu(1).abs().max().item() == 0
     assert weights.tril().abs().min(dim=1).values.max().item() > 0
 
@@ -60,7 +60,7 @@ def test_softmax_weights_sum_to_one() -> None:
 
 def test_differential_follows_the_published_equations() -> None:
     """Written out head by head, from the paper's text."""
-    layer = make("differential", kv_heads=4, rope=False)
+    layer = make("differential", n_kv_heads=4, rope=False)
     scoring = layer.scoring
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     q = layer.qk.q(x).view(6, 4, 4)
@@ -84,7 +84,7 @@ def test_differential_follows_the_published_equations() -> None:
 
 
 def test_differential_v2_follows_its_equations() -> None:
-    layer = make("differential_v2", kv_heads=4, rope=False)
+    layer = make("differential_v2", n_kv_heads=4, rope=False)
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     q = layer.qk.q(x).view(6, 8, 4)
     k = layer.qk.k(x).view(6, 4, 4)

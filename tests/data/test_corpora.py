@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.data import corpora, splits
-from qkflow.data.readers.files import Meter
-from qkflow.data.synthetic import parse, spell
+from qkflow.data.readers.files import ReadProgress
+from qkflow.data.synthetic import parse_options, word_for_rank
 from qkflow.errors import InputError
 
 
 def parts(name: object) -> list[tuple[str, str]]:
-    return list(corpora.resolve(str(name)).parts(Meter()))
+    return list(corpora.resolve(str(name)).iter_documents(ReadProgress()))
 
 
 def test_speeches_are_dated_documents_found_without_pandas() -> None:
@@ -41,19 +41,23 @@ def test_python_is_the_standard_library_without_tests_and_packages() -> None:
     names = {str(file.path) for file in corpus.files}
     assert any(name.endswith("json/decoder.py") for name in names)
     assert not any("site-packages" in name or "/test/" in name for name in names)
-    assert corpus.facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert corpus.metadata["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
 def test_folders_use_the_splits_their_files_name(tmp_path: Path) -> None:
     for name in ("train-0.txt", "train-1.txt", "dev.txt", "test.txt", "notes.txt", "README.md"):
         (tmp_path / name).write_text(f"text of {name}\n")
     corpus = corpora.resolve(str(tmp_path))
-    assert Counter(part for part, _ in corpus.parts(Meter())) == {"train": 2, "validation": 1, "test": 1}
-    assert corpus.facts["left_out"] == [str(tmp_path / "notes.txt")]
+    assert Counter(part for part, _ in corpus.iter_documents(ReadProgress())) == {
+        "train": 2,
+        "validation": 1,
+        "test": 1,
+    }
+    assert corpus.metadata["left_out"] == [str(tmp_path / "notes.txt")]
     # a glob names its files itself: nothing is left out
-    assert {part for part, _ in parts(tmp_path / "*.txt")} == {splits.UNDIVIDED}
-    assert {part for part, _ in parts(tmp_path / "t*.txt")} == {splits.UNDIVIDED_TRAIN, "test"}
-    assert {part for part, _ in parts(tmp_path / "train*")} == {splits.UNDIVIDED}
+    assert {part for part, _ in parts(tmp_path / "*.txt")} == {splits.UNSPLIT}
+    assert {part for part, _ in parts(tmp_path / "t*.txt")} == {splits.UNSPLIT_TRAIN, "test"}
+    assert {part for part, _ in parts(tmp_path / "train*")} == {splits.UNSPLIT}
 
 
 @pytest.mark.parametrize(
@@ -66,8 +70,8 @@ def test_names_of_splits_count_if_all_have_one_or_they_are_the_whole_name(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"text\n{name}\n")
     corpus = corpora.resolve(str(tmp_path))
-    assert [part for part, _ in corpus.parts(Meter())] == ["test", splits.UNDIVIDED_TRAIN]
-    assert corpus.facts["left_out"] == [str(tmp_path / name) for name in names[2:]]
+    assert [part for part, _ in corpus.iter_documents(ReadProgress())] == ["test", splits.UNSPLIT_TRAIN]
+    assert corpus.metadata["left_out"] == [str(tmp_path / name) for name in names[2:]]
 
 
 def test_a_word_in_a_title_is_no_split(tmp_path: Path) -> None:
@@ -75,8 +79,8 @@ def test_a_word_in_a_title_is_no_split(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_text(f"text of {name}\n")
     corpus = corpora.resolve(str(tmp_path))
-    assert [part for part, _ in corpus.parts(Meter())] == [splits.UNDIVIDED] * len(names)
-    assert corpus.facts["left_out"] == []
+    assert [part for part, _ in corpus.iter_documents(ReadProgress())] == [splits.UNSPLIT] * len(names)
+    assert corpus.metadata["left_out"] == []
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_a_word_in_a_title_is_no_split(tmp_path: Path) -> None:
     ],
 )
 def test_files_are_called_by_a_split(path: str, split: str | None) -> None:
-    assert splits.split_called(path) == split
+    assert splits.split_from_path(path) == split
 
 
 def test_folders_are_read_as_one_kind_below_and_hidden_files_skipped(tmp_path: Path) -> None:
@@ -101,16 +105,16 @@ def test_folders_are_read_as_one_kind_below_and_hidden_files_skipped(tmp_path: P
     (tmp_path / "deep" / ".git" / "x.jsonl").write_text('{"text": "hidden"}\n')
     (tmp_path / "deep" / "a.jsonl").write_text('{"text": "seen"}\n')
     (tmp_path / "about.txt").write_text("about\n")
-    assert parts(tmp_path) == [(splits.UNDIVIDED, "seen")]
-    assert corpora.resolve(str(tmp_path)).facts["left_out"] == [str(tmp_path / "about.txt")]
+    assert parts(tmp_path) == [(splits.UNSPLIT, "seen")]
+    assert corpora.resolve(str(tmp_path)).metadata["left_out"] == [str(tmp_path / "about.txt")]
 
 
 def test_many_text_files_are_a_document_each_and_few_are_cut(tmp_path: Path) -> None:
-    for number in range(corpora.FEW):
+    for number in range(corpora.MIN_FILES_UNSPLIT):
         (tmp_path / f"{number}.txt").write_text(f"{number}\n\n" * 1000)
-    assert len(parts(tmp_path)) == corpora.FEW
+    assert len(parts(tmp_path)) == corpora.MIN_FILES_UNSPLIT
     (tmp_path / "0.txt").unlink()
-    assert len(parts(tmp_path)) > 2 * corpora.FEW
+    assert len(parts(tmp_path)) > 2 * corpora.MIN_FILES_UNSPLIT
 
 
 @pytest.mark.parametrize(
@@ -141,9 +145,9 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_patterns_are_the_same_on_every_machine() -> None:
-    texts = list(parse("documents=3,words=12,seed=7").texts())
+    texts = list(parse_options("documents=3,words=12,seed=7").generate_documents())
     assert texts == PATTERNS_OF_SEED_7
-    assert len({spell(rank) for rank in range(10_000)}) == 10_000
+    assert len({word_for_rank(rank) for rank in range(10_000)}) == 10_000
 
 
 PATTERNS_OF_SEED_7 = [
@@ -155,7 +159,7 @@ PATTERNS_OF_SEED_7 = [
 
 def test_dials_of_patterns_do_what_they_say() -> None:
     def words(dials: str) -> list[list[str]]:
-        return [text.replace(".", "").split() for text in parse(dials).texts()]
+        return [text.replace(".", "").split() for text in parse_options(dials).generate_documents()]
 
     def trigrams_seen_again(documents: list[list[str]]) -> float:
         again = [
@@ -185,49 +189,50 @@ def test_dials_of_patterns_do_what_they_say() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_every_set_gets_training_and_validation_text(texts: list[str]) -> None:
-    divided = list(splits.divide([(splits.UNDIVIDED, text) for text in texts], "x"))
+    divided = list(splits.assign_splits([(splits.UNSPLIT, text) for text in texts], "x"))
     assert [document.text.encode(errors="replace") for document in divided if document.text.isascii()] == [
         text.encode() for text in texts if text.isascii()
     ]
     assert {"train", "validation"} <= {document.split for document in divided}
     assert len({document.split for document in divided if document.text == divided[0].text}) == 1
-    assert all(document.size == len(document.text.encode()) for document in divided)
+    assert all(document.n_bytes == len(document.text.encode()) for document in divided)
 
 
 def test_shares_are_as_said_and_a_documents_split_is_its_own() -> None:
     texts = [f"document {number}" for number in range(20_000)]
-    divided = list(splits.divide([(splits.UNDIVIDED, text) for text in texts], "x"))
+    divided = list(splits.assign_splits([(splits.UNSPLIT, text) for text in texts], "x"))
     counts = Counter(document.split for document in divided)
     assert counts["validation"] == pytest.approx(1000, rel=0.1)
     assert counts["test"] == pytest.approx(1000, rel=0.1)
     shuffled = {
-        d.text: d.split for d in splits.divide([(splits.UNDIVIDED, t) for t in reversed(texts[40:])], "x")
+        d.text: d.split
+        for d in splits.assign_splits([(splits.UNSPLIT, t) for t in reversed(texts[40:])], "x")
     }
     alike = [shuffled[document.text] == document.split for document in divided[40:]]
     assert sum(alike) >= len(alike) - 1  # all but one that may have been sent to validation by force
 
 
 def test_own_splits_stay_and_a_missing_validation_is_taken_from_training() -> None:
-    given = [(splits.UNDIVIDED_TRAIN, f"train {i}") for i in range(1000)] + [
+    given = [(splits.UNSPLIT_TRAIN, f"train {i}") for i in range(1000)] + [
         ("test", f"test {i}") for i in range(9)
     ]
-    counts = Counter(document.split for document in splits.divide(given, "x"))
+    counts = Counter(document.split for document in splits.assign_splits(given, "x"))
     assert counts["test"] == 9
     assert counts["validation"] == pytest.approx(50, abs=25)
-    assert splits.parts_of(["train", "validation"]) == {"train": "train", "validation": "validation"}
-    assert splits.parts_of(["test"]) == {}
+    assert splits.map_source_splits(["train", "validation"]) == {"train": "train", "validation": "validation"}
+    assert splits.map_source_splits(["test"]) == {}
 
 
 def test_a_single_document_cannot_be_divided() -> None:
-    for times in (1, splits.FIRST, 3 * splits.FIRST):
+    for times in (1, splits.LOOKAHEAD_DOCUMENTS, 3 * splits.LOOKAHEAD_DOCUMENTS):
         with pytest.raises(InputError, match="single document"):
-            list(splits.divide([(splits.UNDIVIDED, "all there is")] * times, "x"))
+            list(splits.assign_splits([(splits.UNSPLIT, "all there is")] * times, "x"))
 
 
 @pytest.mark.parametrize("others", [1, 200])
 def test_equal_documents_at_the_start_are_not_taken_for_a_single_one(others: int) -> None:
-    texts = ["(none)"] * (splits.FIRST + 5) + [f"document {number}" for number in range(others)]
-    divided = list(splits.divide([(splits.UNDIVIDED, text) for text in texts], "x"))
+    texts = ["(none)"] * (splits.LOOKAHEAD_DOCUMENTS + 5) + [f"document {number}" for number in range(others)]
+    divided = list(splits.assign_splits([(splits.UNSPLIT, text) for text in texts], "x"))
     assert [document.text for document in divided] == texts
     assert {"train", "validation"} <= {document.split for document in divided}
     assert len({document.split for document in divided if document.text == "(none)"}) == 1
@@ -235,5 +240,5 @@ def test_equal_documents_at_the_start_are_not_taken_for_a_single_one(others: int
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
-    first, _ = splits.divide([(splits.UNDIVIDED, "bad \ud800 end"), (splits.UNDIVIDED, "good")], "x")
+    first, _ = splits.assign_splits([(splits.UNSPLIT, "bad \ud800 end"), (splits.UNSPLIT, "good")], "x")
     assert first.text == "bad \ufffd end"

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 
 from qkflow.data import prepare, synthetic, verify
-from qkflow.data.token_set import MANIFEST, open_set
+from qkflow.data.token_set import MANIFEST_NAME, open_token_set
 from qkflow.errors import InputError
 
 CHILD = """
@@ -40,7 +40,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def write(path: Path, documents: int, seed: int = 0) -> Path:
-    texts = synthetic.parse(f"documents={documents},words=100,seed={seed}").texts()
+    texts = synthetic.parse_options(f"documents={documents},words=100,seed={seed}").generate_documents()
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     os.utime(path, (1e9, 1e9 + seed))
     return path
@@ -65,13 +65,13 @@ def test_a_prepared_set_holds_the_text(corpus: Path) -> None:
     texts = {json.loads(line)["text"] for line in corpus.read_text().splitlines()}
     found: set[str] = set()
     for split in ("train", "validation", "test"):
-        stream, ends = tokens.tokens(split), tokens.documents(split)
+        stream, ends = tokens.tokens(split), tokens.document_offsets(split)
         assert ends[0] == 0
         assert ends[-1] == len(stream)
-        assert np.all(stream[ends[1:] - 1] == tokens.end_of_document)
+        assert np.all(stream[ends[1:] - 1] == tokens.eos_token_id)
         documents = {tokens.tokenizer.decode(stream[a:b]) for a, b in pairwise(ends)}
-        assert sum(len(text.encode()) for text in documents) == tokens.bytes(split)
-        assert tokens.token_bytes[stream].sum() == tokens.bytes(split)
+        assert sum(len(text.encode()) for text in documents) == tokens.n_bytes(split)
+        assert tokens.token_bytes[stream].sum() == tokens.n_bytes(split)
         assert not found & documents
         found |= documents
     assert found == texts
@@ -86,13 +86,13 @@ def test_a_prepared_set_holds_the_text(corpus: Path) -> None:
 
 def test_the_second_time_nothing_is_read(corpus: Path, cache: Path) -> None:
     first = prepare(str(corpus), "bytes")
-    made = (first.folder / MANIFEST).stat().st_mtime_ns
+    made = (first.folder / MANIFEST_NAME).stat().st_mtime_ns
     # were the source opened again, this would be noticed: same size and time, other content
     corpus.write_text("x" * corpus.stat().st_size)
     os.utime(corpus, (1e9, 1e9))
     second = prepare(str(corpus), "bytes")
     assert (second.fingerprint, second.folder) == (first.fingerprint, first.folder)
-    assert (second.folder / MANIFEST).stat().st_mtime_ns == made
+    assert (second.folder / MANIFEST_NAME).stat().st_mtime_ns == made
 
 
 def test_opening_needs_nothing_heavy(corpus: Path) -> None:
@@ -177,10 +177,10 @@ def test_killed_at_any_moment_nothing_looks_finished_and_the_next_call_works(
         child.communicate()
         assert child.returncode == -signal.SIGKILL
         for folder in sets(cache):  # the last moment is a narrow one: the child may have got through
-            open_set(folder, thorough=True)  # whatever is visible is whole
+            open_token_set(folder, full_check=True)  # whatever is visible is whole
     tokens = prepare(str(corpus), "bpe:400")
     assert list((cache / "staging").glob("*")) == []
-    assert tokens.fingerprint == prepare(str(corpus), "bpe:400", cache=tmp_path / "fresh").fingerprint
+    assert tokens.fingerprint == prepare(str(corpus), "bpe:400", cache_dir=tmp_path / "fresh").fingerprint
 
 
 def test_two_processes_make_one_set(tmp_path: Path, cache: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, cache: P
 def test_a_cache_that_cannot_be_written_is_one_sentence(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match=r"cannot write to the cache .*file/cache .*: set QKFLOW_CACHE"):
-        prepare(str(corpus), "bytes", cache=tmp_path / "file" / "cache")
+        prepare(str(corpus), "bytes", cache_dir=tmp_path / "file" / "cache")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -261,7 +261,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 ) -> None:
     from qkflow.data import pipeline
 
-    tokenise = pipeline.tokenise
+    tokenise = pipeline.tokenize_corpus
 
     def meddle(*arguments: object) -> None:
         tokenise(*arguments)  # type: ignore[arg-type]
@@ -274,19 +274,19 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 
 def test_evaluation_knows_the_bytes_it_covers(corpus: Path, tmp_path: Path) -> None:
     tokens = prepare(str(corpus), "bpe:300")
-    whole = tokens.evaluation("validation", 16, 4)
-    assert (whole.predicted, whole.covered_bytes) == (len(tokens.tokens("valid")), tokens.bytes("valid"))
-    part = tokens.evaluation("validation", 16, 4, limit=64)
+    whole = tokens.eval_windows("validation", 16, 4)
+    assert (whole.n_targets, whole.n_target_bytes) == (len(tokens.tokens("valid")), tokens.n_bytes("valid"))
+    part = tokens.eval_windows("validation", 16, 4, max_tokens=64)
     text = tokens.tokenizer.decode([token for _, targets in part for token in targets.ravel().tolist()])
-    assert part.covered_bytes == len(text.encode())
+    assert part.n_target_bytes == len(text.encode())
     # a tokenizer that forgets spaces: the whole is exact all the same, and a part in proportion
     rust = RustTokenizer(models.WordLevel({"?": 0, "ba": 1, ".": 2}, unk_token="?"))
     rust.pre_tokenizer = pre_tokenizers.Whitespace()
     rust.save(str(tmp_path / "words.json"))
     words = prepare(str(corpus), str(tmp_path / "words.json"))
-    assert words.evaluation("validation", 16, 4).covered_bytes == words.bytes("validation")
-    half = words.evaluation("validation", 16, 4, limit=len(words.tokens("validation")) // 2)
-    assert half.covered_bytes == pytest.approx(words.bytes("validation") / 2, rel=0.2)
+    assert words.eval_windows("validation", 16, 4).n_target_bytes == words.n_bytes("validation")
+    half = words.eval_windows("validation", 16, 4, max_tokens=len(words.tokens("validation")) // 2)
+    assert half.n_target_bytes == pytest.approx(words.n_bytes("validation") / 2, rel=0.2)
 
 
 def test_own_splits_reach_the_set(tmp_path: Path) -> None:
@@ -304,4 +304,4 @@ def test_a_large_corpus_trains_its_tokenizer_on_a_part(corpus: Path, monkeypatch
     trained_on = tokens.describe()["corpus"]["tokenizer_trained_on_bytes"]
     assert 10_000 < trained_on < 40_000
     whole = prepare("patterns:documents=400,words=100", "bpe:300")
-    assert whole.bytes("train") == tokens.bytes("train") > 4 * trained_on
+    assert whole.n_bytes("train") == tokens.n_bytes("train") > 4 * trained_on

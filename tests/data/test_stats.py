@@ -16,7 +16,7 @@ def test_entropy_of_known_distributions() -> None:
 def test_repetition_by_hand_stays_within_documents() -> None:
     end = 9
     tokens = np.array([1, 2, 3, 1, 2, 3, end, 1, 2, 4, end])
-    measured = stats.repetition(tokens, end)
+    measured = stats.repetition_stats(tokens, end)
     assert measured["seen"] == pytest.approx(3 / 11)  # the second 1 2 3
     assert measured["copied"] == pytest.approx(2 / 10)  # 2 after 1 and 3 after 2, not the end after 3
     assert measured["copied_2"] == pytest.approx(1 / 9)  # 3 after 1 2
@@ -25,15 +25,17 @@ def test_repetition_by_hand_stays_within_documents() -> None:
 def test_repetition_agrees_with_the_definition_on_random_tokens() -> None:
     random = np.random.default_rng(0)
     tokens = random.integers(0, 40, 3000)
-    measured = stats.repetition(tokens, 39)
+    measured = stats.repetition_stats(tokens, 39)
     seen = copied = copied_2 = 0
     start = 0
     for i, token in enumerate(tokens.tolist()):
-        past = [j for j in range(max(start, i - stats.REACH), i) if tokens[j] == token]
+        past = [j for j in range(max(start, i - stats.LOOKBACK_TOKENS), i) if tokens[j] == token]
         seen += bool(past)
         if i + 1 < len(tokens) and past:
             copied += tokens[past[-1] + 1] == tokens[i + 1]
-        pairs = [j for j in range(max(start, i - stats.REACH), i) if j + 1 < i + 1 and tokens[j] == token]
+        pairs = [
+            j for j in range(max(start, i - stats.LOOKBACK_TOKENS), i) if j + 1 < i + 1 and tokens[j] == token
+        ]
         pairs = [j for j in pairs if i + 2 < len(tokens) and tokens[j + 1] == tokens[i + 1]]
         if pairs:
             copied_2 += tokens[pairs[-1] + 2] == tokens[i + 2]
@@ -47,11 +49,11 @@ def test_repetition_agrees_with_the_definition_on_random_tokens() -> None:
 def test_what_lies_out_of_reach_does_not_count() -> None:
     tokens = np.arange(2000)
     tokens[1500] = 100
-    assert stats.repetition(tokens, -1)["seen"] == 0.0
+    assert stats.repetition_stats(tokens, -1)["seen"] == 0.0
     tokens[1500] = 1490
-    assert stats.repetition(tokens, -1)["seen"] == pytest.approx(1 / 2000)
+    assert stats.repetition_stats(tokens, -1)["seen"] == pytest.approx(1 / 2000)
 
 
 def test_duplicates() -> None:
     tokens = np.array([1, 2, 9, 1, 2, 9, 3, 9])
-    assert stats.duplicates(tokens, np.array([0, 3, 6, 8])) == pytest.approx(1 / 3)
+    assert stats.duplicate_fraction(tokens, np.array([0, 3, 6, 8])) == pytest.approx(1 / 3)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.data.windows import EvalWindows, TrainWindows, document_ids, permute
+from qkflow.data.windows import EvalWindows, TrainWindows, document_ids, feistel_permutation
 from qkflow.errors import InputError
 
 
@@ -15,7 +15,7 @@ from qkflow.errors import InputError
 @settings(max_examples=60, deadline=None)
 def test_permutation_is_one(size: int, seed: int) -> None:
     keys = np.random.default_rng(seed).integers(0, 2**64, 6, dtype=np.uint64)
-    assert sorted(permute(np.arange(size), size, keys).tolist()) == list(range(size))
+    assert sorted(feistel_permutation(np.arange(size), size, keys).tolist()) == list(range(size))
 
 
 @given(
@@ -30,7 +30,7 @@ def test_an_epoch_holds_every_window_once(count: int, length: int, batch: int, s
     if count < length + 1:
         return
     windows = TrainWindows(np.arange(count), length, batch, seed)
-    size = windows.epoch_windows
+    size = windows.windows_per_epoch
     first, last = epoch * size // batch, ((epoch + 1) * size - 1) // batch
     starts = np.concatenate([windows.starts(step) for step in range(first, last + 1)])
     starts = np.sort(starts[epoch * size - first * batch :][:size])
@@ -59,7 +59,7 @@ def test_epochs_differ_in_order_and_in_offset() -> None:
     windows = TrainWindows(np.arange(10_000), 32, 1, seed=0)
     epochs = [
         np.concatenate(
-            [windows.starts(epoch * windows.epoch_windows + i) for i in range(windows.epoch_windows)]
+            [windows.starts(epoch * windows.windows_per_epoch + i) for i in range(windows.windows_per_epoch)]
         )
         for epoch in range(6)
     ]
@@ -83,7 +83,9 @@ ORDER_OF_SEED_42 = [6898, 8608, 7968, 6828, 3938, 1058]
 def test_ranks_share_the_global_batch(world: int, step: int) -> None:
     tokens = np.arange(2000)
     whole = TrainWindows(tokens, 8, 12, seed=5).batch(step)
-    parts = [TrainWindows(tokens, 8, 12, seed=5, rank=rank, world=world).batch(step) for rank in range(world)]
+    parts = [
+        TrainWindows(tokens, 8, 12, seed=5, rank=rank, world_size=world).batch(step) for rank in range(world)
+    ]
     assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -109,16 +111,16 @@ def test_evaluation_predicts_every_token_once(count: int, length: int, batch: in
     real = targets != -100
     assert targets[real].tolist() == tokens.tolist()
     assert inputs[real].tolist() == [tokens[-1], *tokens[:-1]]
-    assert windows.predicted == count
-    assert windows.covered_bytes == tokens.sum()
+    assert windows.n_targets == count
+    assert windows.n_target_bytes == tokens.sum()
 
 
 def test_a_limit_spreads_windows_over_the_split_and_counts_their_bytes() -> None:
     tokens = np.arange(1000)
-    windows = EvalWindows(tokens, 10, 4, limit=100, token_bytes=np.arange(1000))
+    windows = EvalWindows(tokens, 10, 4, max_tokens=100, token_bytes=np.arange(1000))
     targets = np.concatenate([t.ravel() for _, t in windows])
-    assert windows.predicted == len(targets) == 100
-    assert windows.covered_bytes == targets.sum()
+    assert windows.n_targets == len(targets) == 100
+    assert windows.n_target_bytes == targets.sum()
     assert targets[0] == 0
     assert targets[-1] == 909
     assert len(set(targets.tolist())) == 100
@@ -132,14 +134,14 @@ def test_document_ids_count_from_zero_and_keep_the_end_token_with_its_document()
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"length": 10}, "10 tokens, fewer than one window of 11"),
-        ({"length": 0}, "at least 1"),
-        ({"batch": 4, "world": 3}, "cannot be shared equally by 3"),
+        ({"seq_len": 10}, "10 tokens, fewer than one window of 11"),
+        ({"seq_len": 0}, "at least 1"),
+        ({"batch_size": 4, "world": 3}, "cannot be shared equally by 3"),
     ],
 )
 def test_impossible_windows_are_refused_in_one_sentence(options: dict[str, int], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        TrainWindows(np.arange(10), **{"length": 4, "batch": 2, "seed": 0, **options})
+        TrainWindows(np.arange(10), **{"seq_len": 4, "batch_size": 2, "seed": 0, **options})
 
 
 def test_an_empty_split_cannot_be_evaluated_on() -> None:

@@ -41,7 +41,7 @@ def losses(printed: str) -> list[float]:
 def test_fine_tuning_with_a_coupling(run: Run, text: Path, tmp_path: Path, model: str, coupling: str) -> None:
     printed = run(
         "finetune_with_coupling.py", text, "--model", model, "--coupling", coupling, "--steps", 8,
-        "--length", 32, "--out", tmp_path / "out",
+        "--seq-len", 32, "--out", tmp_path / "out",
     )  # fmt: skip
     plain, attached, trained, kept = losses(printed)
     if coupling == "affine":
@@ -87,7 +87,7 @@ def test_going_on_with_a_faster_circuit(run: Run, text: Path) -> None:
         4,
         "--steps",
         4,
-        "--length",
+        "--seq-len",
         32,
         "--ratio",
         5,
@@ -100,7 +100,7 @@ def test_going_on_with_a_faster_circuit(run: Run, text: Path) -> None:
 def test_comparing(run: Run, text: Path) -> None:
     printed = run(
         "compare.py", text, "--variants", "standard,symmetric=1,drift,ratio=5", "--seeds", 1, "--steps", 3,
-        "--length", 32,
+        "--seq-len", 32,
     )  # fmt: skip
     rows = [line.split() for line in printed.splitlines() if re.search(r"[+-]\d\.\d{4}", line)]
     assert [row[0] for row in rows] == ["standard", "symmetric=1", "drift", "ratio=5"]
@@ -111,9 +111,9 @@ def test_comparing(run: Run, text: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--length", 1), "a block of 1 tokens has no token to predict"),
-        (("--length", 512, "--model", "gpt2-shape"), "the model reads 256 tokens at most"),
-        (("--lr", "nan", "--length", 32), "learning rate"),
+        (("--seq-len", 1), "a block of 1 tokens has no token to predict"),
+        (("--seq-len", 512, "--model", "gpt2-shape"), "the model reads 256 tokens at most"),
+        (("--lr", "nan", "--seq-len", 32), "learning rate"),
         (("--out", "text.txt/x"), "Not a directory"),
     ],
 )

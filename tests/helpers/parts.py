@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qkflow.attention import couplings, scorings
-from qkflow.attention.heads import Heads
+from qkflow.attention.heads import HeadShapes
 
 OPTIONS = (
     "steps=3",
@@ -39,9 +39,9 @@ def scoring_specs() -> list[str]:
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
-def heads(kind: str, size: int = 6) -> Heads:
+def heads(kind: str, size: int = 6) -> HeadShapes:
     queries, keys = HEADS[kind]
-    return Heads(queries, keys, keys, size, size, queries, size)
+    return HeadShapes(queries, keys, keys, size, size, queries, size)
 
 
 def scatter(module: nn.Module, scale: float = 0.4) -> nn.Module:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qkflow.studies.variants import Parts, registered_parts
+from qkflow.studies.variants import ComponentRegistry, registered_components
 
 WORKER = (sys.executable, str(Path(__file__).with_name("toy_worker.py")))
 COUPLINGS = ("euler", "drift", "uncoupled", "broken", "picky", "sleepy")
@@ -19,11 +19,11 @@ def no_corpus(question: object) -> dict[str, Any]:
 
 TOY: dict[str, Any] = {
     "worker": WORKER,
-    "parts": Parts({**registered_parts().names, "coupling": COUPLINGS}),
+    "parts": ComponentRegistry({**registered_components().names, "coupling": COUPLINGS}),
     "prepare": no_corpus,
     "tokens": 640,
-    "length": 8,
-    "batch": 4,
+    "seq_len": 8,
+    "batch_size": 4,
     "lr": 0.3,
     "controls": "none",
 }

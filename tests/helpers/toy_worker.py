@@ -65,7 +65,7 @@ class Worker:
         self.folder, self.config = folder, yaml.safe_load((folder / "config.yaml").read_text())
         data, self.train = self.config["data"], self.config["train"]
         self.coupling = self.config["model"]["attention"]["coupling"].partition(":")[0]
-        self.start, self.seed = self.config["model"]["start"], self.train["seed"]
+        self.start, self.seed = self.config["model"]["init"], self.train["seed"]
         self.per_step = self.train["batch"] * data["length"]
         self.steps = math.ceil(self.train["tokens"] / self.per_step)
         self.step, self.seconds = 0, 0.0

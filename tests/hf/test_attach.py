@@ -19,7 +19,7 @@ def test_every_family_is_coupled_and_left_as_it_was(family: str) -> None:
     names, before = set(model.state_dict()), output(model, ids)
 
     hf.attach(model, "affine", seed=0)
-    assert len(hf.attached(model)) == 2
+    assert len(hf.named_coupled_layers(model)) == 2
     assert torch.equal(output(model, ids), before), "affine starts as the identity, bit for bit"
     disturb(model)
     after = output(model, ids)
@@ -37,14 +37,14 @@ def test_every_family_is_coupled_and_left_as_it_was(family: str) -> None:
     drifting = output(model, ids)
     assert (drifting - before).abs().max() > 1e-5
     hf.merge(model)
-    assert not hf.attached(model)
+    assert not hf.named_coupled_layers(model)
     assert type(model.get_submodule(hub_layer(family))).__module__.startswith("transformers.")
     torch.testing.assert_close(output(model, ids), drifting, rtol=1e-5, atol=1e-5)
 
 
 def hub_layer(family: str) -> str:
     model = hf.attach(tiny(family), "none")
-    return hf.attached(model)[0][0]
+    return hf.named_coupled_layers(model)[0][0]
 
 
 @pytest.mark.parametrize("coupling", ["euler:n=2", "leapfrog", "affine", "uncoupled", "drift"])
@@ -57,7 +57,7 @@ def test_the_coupling_sits_where_our_own_model_has_it(coupling: str) -> None:
     ours.load_state_dict(hf.from_llama(llama).state_dict(), strict=False)
     hf.attach(llama, coupling)
     disturb(llama)
-    for block, (_, layer) in zip(ours.blocks, hf.attached(llama), strict=True):
+    for block, (_, layer) in zip(ours.blocks, hf.named_coupled_layers(llama), strict=True):
         block.attention.coupling.load_state_dict(layer.coupling.state_dict())
     ids = token_ids()
     with torch.no_grad():
@@ -66,18 +66,18 @@ def test_the_coupling_sits_where_our_own_model_has_it(coupling: str) -> None:
 
 def test_layers_and_options_are_chosen() -> None:
     model = hf.attach(tiny("llama"), "affine:hidden=4", layers=[-1], bias=True)
-    ((name, layer),) = hf.attached(model)
+    ((name, layer),) = hf.named_coupled_layers(model)
     assert name == "model.layers.1.self_attn"
-    assert layer.coupling_plan.spec == "affine:hidden=4:bias=true"
+    assert layer.coupling_info.spec == "affine:hidden=4:bias=true"
     assert layer.coupling.from_query.w1.shape == (4, 4, 16)
     hf.attach(model, "drift", layers=[0])
-    assert len(hf.attached(model)) == 2
+    assert len(hf.named_coupled_layers(model)) == 2
 
 
 def test_a_seed_repeats_a_start_and_layers_differ() -> None:
     first, second = (hf.attach(tiny("llama"), "euler", seed=5) for _ in range(2))
-    weights = [layer.coupling.network.w1 for _, layer in hf.attached(first)]
-    again = [layer.coupling.network.w1 for _, layer in hf.attached(second)]
+    weights = [layer.coupling.network.w1 for _, layer in hf.named_coupled_layers(first)]
+    again = [layer.coupling.network.w1 for _, layer in hf.named_coupled_layers(second)]
     assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
     assert not torch.equal(weights[0], weights[1])
 
@@ -179,22 +179,22 @@ def test_a_model_without_weights_is_refused(family: str) -> None:
     with pytest.raises(InputError, match=r"no weights yet \(it is on the meta device\)"):
         hf.attach(model)
     with pytest.raises(InputError, match=r"the model is on the meta device"):
-        hf.restart(model)
+        hf.reinitialize(model)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
 def test_a_coupled_fused_layer_is_known_again(family: str, tmp_path: Path) -> None:
     model = hf.attach(tiny(family), "euler", layers=[0], seed=0)
-    hf.save(model, tmp_path)
+    hf.save_adapter(model, tmp_path)
     hf.attach(model, "drift", layers=[1])
-    assert [layer.coupling_plan.spec for _, layer in hf.attached(model)] == ["euler", "drift"]
+    assert [layer.coupling_info.spec for _, layer in hf.named_coupled_layers(model)] == ["euler", "drift"]
     with pytest.raises(InputError, match=r"already has the coupling 'euler': detach"):
         hf.attach(model, "drift")
     hf.param_groups(model, 1e-3, ratio=5)
-    hf.join_fused(model)
-    assert any("coupling" not in change.name for change in hf.restart(model, "symmetric=1", seed=0))
+    hf.fuse_qkv(model)
+    assert any("coupling" not in change.name for change in hf.reinitialize(model, "symmetric=1", seed=0))
     other = hf.attach(tiny(family), "drift", layers=[1])
-    assert len(hf.attached(hf.load(other, tmp_path))) == 2
+    assert len(hf.named_coupled_layers(hf.load_adapter(other, tmp_path))) == 2
 
 
 @pytest.mark.parametrize("layers", [None, [0]])
@@ -211,7 +211,7 @@ def test_shared_weights_are_not_merged(layers: list[int] | None) -> None:
 
 def test_a_layer_named_twice_is_coupled_once() -> None:
     model = hf.attach(tiny("llama"), layers=[0, -1, 1, -2])
-    assert len(hf.attached(model)) == 2
+    assert len(hf.named_coupled_layers(model)) == 2
 
 
 @pytest.mark.parametrize("coupling", ["affine", "drift", "euler"])

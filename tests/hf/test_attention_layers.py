@@ -9,21 +9,21 @@ from torch import nn
 
 from families import FUSED, SMALL, tiny, token_ids
 from qkflow import hf
-from qkflow.attention.heads import Heads
+from qkflow.attention.heads import HeadShapes
 from qkflow.errors import InputError
-from qkflow.hf.attention_layers import fold_drift, outputs_first, self_attentions
-from qkflow.hf.qkv_layout import Layout
+from qkflow.hf.attention_layers import find_attention_layers, fold_drift, linear_weight
+from qkflow.hf.qkv_layout import QKVLayout
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (6, 2), (3, 1)])
 def test_a_layout_cuts_and_joins(grouped: bool, queries: int, keys: int) -> None:
-    layout = Layout(Heads(queries, keys, keys, 5, 5, queries, 5), grouped)
+    layout = QKVLayout(HeadShapes(queries, keys, keys, 5, 5, queries, 5), grouped)
     fused = torch.randn(2, 3, (queries + 2 * keys) * 5)
     q, k, v = layout.split(fused)
     assert q.shape == (2, 3, queries, 5)
     assert k.shape == v.shape == (2, 3, keys, 5)
-    assert torch.equal(layout.join(q, k, v), fused)
+    assert torch.equal(layout.fuse(q, k, v), fused)
     for part, rows in zip((q, k, v), layout.rows(), strict=True):
         assert torch.equal(part.flatten(-2), fused[..., rows])
 
@@ -41,8 +41,8 @@ def test_a_layout_cuts_and_joins(grouped: bool, queries: int, keys: int) -> None
 )
 def test_the_model_tells_how_its_fused_projection_is_cut(family: str, grouped: bool) -> None:
     model = tiny(family).train()
-    sites = self_attentions(model)
-    assert all(site.layout is not None and site.layout.grouped is grouped for site in sites)
+    sites = find_attention_layers(model)
+    assert all(site.layout is not None and site.layout.interleaved is grouped for site in sites)
     assert all(module.training for module in model.modules()), "asking leaves no trace"
 
 
@@ -50,7 +50,7 @@ def test_the_model_tells_how_its_fused_projection_is_cut(family: str, grouped: b
 def test_fused_queries_are_the_ones_other_tokens_never_read(family: str) -> None:
     """Checked through the whole layer by gradients, independently of how the layout was found."""
     model = tiny(family)
-    site = self_attentions(model)[0]
+    site = find_attention_layers(model)[0]
     kept: dict[str, torch.Tensor] = {}
 
     def keep(_: nn.Module, __: object, out: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_fused_queries_are_the_ones_other_tokens_never_read(family: str) -> None
     def read(_: nn.Module, __: object, out: object) -> None:
         kept["out"] = out if isinstance(out, torch.Tensor) else out[0]
 
-    site.module.get_submodule(site.q).register_forward_hook(keep)
+    site.module.get_submodule(site.q_name).register_forward_hook(keep)
     site.module.register_forward_hook(read)
     model(input_ids=token_ids(1, 4))
     kept["out"][:, -1].square().sum().backward()
@@ -80,7 +80,7 @@ def test_a_model_that_cannot_be_run_is_refused_where_it_must_be() -> None:
             self.qkv = nn.Linear(8, 24)
 
     with pytest.raises(InputError, match=r"could not be run on 2 tokens to learn how it is cut"):
-        _ = self_attentions(nn.Sequential(Attention()))[0].layout
+        _ = find_attention_layers(nn.Sequential(Attention()))[0].layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +92,7 @@ def test_no_weights_hide_how_a_fused_projection_is_cut(scale: float, dtype: torc
         for name, parameter in model.named_parameters():
             if "attn.c_proj" in name or (scale and "attn." in name):
                 parameter.mul_(scale)
-    assert not any(site.layout.grouped for site in self_attentions(model.to(dtype)))
+    assert not any(site.layout.interleaved for site in find_attention_layers(model.to(dtype)))
 
 
 def test_layouts_are_asked_of_the_layers_that_need_them() -> None:
@@ -105,8 +105,8 @@ def test_layouts_are_asked_of_the_layers_that_need_them() -> None:
 
     model = tiny("gpt2")
     model.vision = Unread()
-    first, *_, unread = self_attentions(model)
-    assert not first.layout.grouped
+    first, *_, unread = find_attention_layers(model)
+    assert not first.layout.interleaved
     with pytest.raises(InputError, match=r"'vision' is never run when.*e.g. model.transformer"):
         _ = unread.layout
 
@@ -119,7 +119,7 @@ def test_a_drift_folds_into_weights_and_biases() -> None:
             super().__init__()
             self.q_proj, self.k_proj = nn.Linear(8, 16, bias=query_bias), nn.Linear(8, 8)
 
-    site = self_attentions(nn.Sequential(Attention()))[0]
+    site = find_attention_layers(nn.Sequential(Attention()))[0]
     q, k = site.module.q_proj, site.module.k_proj
     x, amount = torch.randn(3, 8), torch.tensor([0.5, -1.0, 2.0, 0.0])
     with torch.no_grad():
@@ -127,15 +127,15 @@ def test_a_drift_folds_into_weights_and_biases() -> None:
         expected = (q(x).view(3, 4, 4) + amount[:, None] * keys).flatten(1)
         fold_drift(site, amount)
         torch.testing.assert_close(q(x), expected)
-    unbalanced = self_attentions(nn.Sequential(Attention(query_bias=False)))[0]
+    unbalanced = find_attention_layers(nn.Sequential(Attention(query_bias=False)))[0]
     with pytest.raises(InputError, match=r"keys have a bias and queries none"):
         fold_drift(unbalanced, amount)
 
 
 def test_weights_come_outputs_first() -> None:
     c_attn = tiny("gpt2").transformer.h[0].attn.c_attn
-    assert outputs_first(c_attn).shape == (192, 64)
-    assert outputs_first(c_attn).data_ptr() == c_attn.weight.data_ptr()
+    assert linear_weight(c_attn).shape == (192, 64)
+    assert linear_weight(c_attn).data_ptr() == c_attn.weight.data_ptr()
 
 
 TEXT = {**SMALL, "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 16, "eos_token_id": 2}
@@ -181,8 +181,8 @@ def test_layers_that_cannot_be_coupled_are_not_skipped_in_silence(build: Any, le
     model = build()
     with pytest.raises(InputError, match=rf"\({left}\).*cannot be coupled.*chooses among the 2 attention"):
         hf.attach(model)
-    assert not hf.attached(model)
-    assert len(hf.attached(hf.attach(model, layers=range(2)))) == 2
+    assert not hf.named_coupled_layers(model)
+    assert len(hf.named_coupled_layers(hf.attach(model, layers=range(2)))) == 2
 
 
 def test_linear_attention_is_not_taken_for_attention() -> None:
@@ -200,7 +200,7 @@ def test_a_model_that_also_sees_is_coupled_where_it_reads() -> None:
     model = transformers.Qwen3VLModel(transformers.Qwen3VLConfig(text_config={**TEXT}, vision_config=vision))
     with pytest.raises(InputError, match=r"'visual.blocks.0.attn' is never run.*e.g. model.language_model"):
         hf.attach(model)
-    assert not hf.attached(model)
-    assert len(hf.attached(hf.attach(model, layers=[-1]))) == 1
+    assert not hf.named_coupled_layers(model)
+    assert len(hf.named_coupled_layers(hf.attach(model, layers=[-1]))) == 1
     hf.detach(model)
-    assert len(hf.attached(hf.attach(model.language_model))) == 4
+    assert len(hf.named_coupled_layers(hf.attach(model.language_model))) == 4

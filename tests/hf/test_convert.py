@@ -11,13 +11,13 @@ from tokenizers.processors import TemplateProcessing
 
 from families import output, tiny, token_ids
 from qkflow import hf
-from qkflow.data.tokenizer import ByteTokenizer, SubwordTokenizer, Tokenizer, train_bpe
+from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, train_bpe
 from qkflow.errors import InputError
-from qkflow.hf.pretrained import fast_tokenizer
+from qkflow.hf.pretrained import to_fast_tokenizer
 from qkflow.models import Decoder, ModelConfig
 from qkflow.training import pretrained
 
-SHAPE: dict[str, Any] = {"vocabulary": 96, "layers": 2, "width": 64, "heads": 4, "feed_forward": "swiglu"}
+SHAPE: dict[str, Any] = {"vocab_size": 96, "n_layers": 2, "dim": 64, "n_heads": 4, "feed_forward": "swiglu"}
 
 
 def decoder(attention: dict[str, Any] | None = None, **changes: Any) -> Decoder:
@@ -34,7 +34,7 @@ def logits(model: Decoder, length: int = 9) -> torch.Tensor:
     ("attention", "changes"),
     [
         ({}, {}),
-        ({"bias": True}, {"kv_heads": 2, "tied": False, "hidden": 80, "norm_eps": 1e-5}),
+        ({"bias": True}, {"n_kv_heads": 2, "tie_embeddings": False, "hidden_dim": 80, "norm_eps": 1e-5}),
         ({"rope": {"base": 5e5}}, {"head_size": 32}),
         ({"rope": {"scaling": "linear", "factor": 4.0}}, {}),
         ({"rope": {"scaling": "ntk", "factor": 4.0}}, {}),
@@ -87,17 +87,17 @@ def test_what_a_llama_cannot_be_is_named() -> None:
         )
 
 
-def bpe() -> SubwordTokenizer:
+def bpe() -> HuggingFaceTokenizer:
     return train_bpe(iter(["to be or not to be, that is the question: " * 20]), 300)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), bpe()], ids=["bytes", "bpe"])
 def test_tokenizers_agree(tokenizer: Tokenizer) -> None:
-    words = fast_tokenizer(tokenizer)
+    words = to_fast_tokenizer(tokenizer)
     for text in ("to be or not\n to be", "Grüße, 東京 \U0001f600", " two  spaces"):
         assert words(text)["input_ids"] == tokenizer.encode(text)
         assert words.decode(tokenizer.encode(text)) == text
-    assert words.eos_token_id == tokenizer.end_of_document
+    assert words.eos_token_id == tokenizer.eos_token_id
 
 
 def run_folder(
@@ -105,23 +105,23 @@ def run_folder(
 ) -> tuple[Decoder, Tokenizer]:
     """A finished run as the training loop leaves it."""
     tokenizer = bpe()
-    model = decoder(attention, vocabulary=tokenizer.vocab_size)
-    weights = pretrained.full_weights(model)
-    pretrained.save(path / "model", model.config, weights, tokenizer, length=length)
+    model = decoder(attention, vocab_size=tokenizer.vocab_size)
+    weights = pretrained.full_state_dict(model)
+    pretrained.save_model(path / "model", model.config, weights, tokenizer, length=length)
     return model, tokenizer
 
 
 @pytest.mark.parametrize(("to", "coupling"), [("qkflow", "euler"), ("llama", "drift")])
 def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) -> None:
     model, tokenizer = run_folder(tmp_path / "run", {"coupling": coupling})
-    hf.export(tmp_path / "run", tmp_path / "out", to=to)
+    hf.export_model(tmp_path / "run", tmp_path / "out", to=to)
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
     assert not list(tmp_path.glob(".*")), "nothing half-written is left"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = token_ids()
     torch.testing.assert_close(output(loaded, ids), logits(model), rtol=0, atol=1e-5)
-    assert loaded.config.eos_token_id == tokenizer.end_of_document
+    assert loaded.config.eos_token_id == tokenizer.eos_token_id
     assert loaded.config.max_position_embeddings == 48
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert words("to be")["input_ids"] == tokenizer.encode("to be")
@@ -130,8 +130,8 @@ def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) 
     again, same = pretrained.load_model(tmp_path / "back")
     torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=1e-5)
     assert same.encode("that is") == tokenizer.encode("that is")
-    assert same.end_of_document == tokenizer.end_of_document
-    assert hf.open_model(tmp_path / "back")[0].config.max_position_embeddings == 48
+    assert same.eos_token_id == tokenizer.eos_token_id
+    assert hf.load_model_and_tokenizer(tmp_path / "back")[0].config.max_position_embeddings == 48
 
 
 @pytest.mark.parametrize("to", ["qkflow", "llama"])
@@ -139,51 +139,51 @@ def test_a_llama_of_others_keeps_its_length_and_special_tokens(to: Any, tmp_path
     special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [255, 256]}
     llama = tiny("llama", vocab_size=300, max_position_embeddings=64, **special)
     llama.save_pretrained(tmp_path / "llama")
-    theirs = fast_tokenizer(bpe())
+    theirs = to_fast_tokenizer(bpe())
     theirs.add_special_tokens({"bos_token": "<s>"})
     theirs.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
     )
     theirs.save_pretrained(tmp_path / "llama")
     hf.import_model(tmp_path / "llama", tmp_path / "run")
-    hf.export(tmp_path / "run", tmp_path / "out", to=to)
+    hf.export_model(tmp_path / "run", tmp_path / "out", to=to)
     for name in ("run", "out"):
-        model, words = hf.open_model(tmp_path / name)
+        model, words = hf.load_model_and_tokenizer(tmp_path / name)
         found = {key: getattr(model.config, key) for key in ("max_position_embeddings", *special)}
         assert found == {"max_position_embeddings": 64, **special}
         assert words("to be")["input_ids"] == theirs("to be")["input_ids"]
         assert (words.bos_token, words.eos_token) == ("<s>", theirs.eos_token)
     _, ours = pretrained.load_model(tmp_path / "run")
-    assert ours.encode_start("to be") == theirs("to be")["input_ids"]
+    assert ours.encode_with_bos("to be") == theirs("to be")["input_ids"]
     assert ours.encode("to be") == theirs("to be")["input_ids"][1:]
 
 
 def test_a_model_trained_here_reads_texts_without_a_template(tmp_path: Path) -> None:
     tokenizer = bpe()
-    end = tokenizer.rust.id_to_token(tokenizer.end_of_document)
-    tokenizer.rust.post_processor = TemplateProcessing(
-        single=f"{end} $A {end}", special_tokens=[(end, tokenizer.end_of_document)]
+    end = tokenizer.backend_tokenizer.id_to_token(tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{end} $A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
     )
-    assert fast_tokenizer(tokenizer)("to be")["input_ids"] == tokenizer.encode("to be")
-    assert tokenizer.encode_start("to be") == [tokenizer.end_of_document, *tokenizer.encode("to be")]
+    assert to_fast_tokenizer(tokenizer)("to be")["input_ids"] == tokenizer.encode("to be")
+    assert tokenizer.encode_with_bos("to be") == [tokenizer.eos_token_id, *tokenizer.encode("to be")]
 
 
 def test_folders_that_do_not_say_their_length_are_exported(tmp_path: Path) -> None:
     run_folder(tmp_path / "run", length=None)
     described = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert described.keys() == {"format", "model", "end_of_document"}
-    assert hf.export(tmp_path / "run", tmp_path / "out").config.max_position_embeddings == 2048
+    assert hf.export_model(tmp_path / "run", tmp_path / "out").config.max_position_embeddings == 2048
     described["length"] = "long"
     (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(described))
     with pytest.raises(InputError, match=r"config.json is damaged: its 'length' is 'long'"):
-        hf.export(tmp_path / "run", tmp_path / "again")
+        hf.export_model(tmp_path / "run", tmp_path / "again")
 
 
 def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
     import yaml
 
     run_folder(tmp_path / "run", {"coupling": "euler"})
-    hf.export(tmp_path / "run", tmp_path / "out")
+    hf.export_model(tmp_path / "run", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     _, header, text = card.split("---\n", 2)
     assert yaml.safe_load(header)["tags"] == ["qkflow", "coupling:euler"]
@@ -193,7 +193,7 @@ def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
 
 def test_the_card_of_a_merged_drift_is_that_of_the_llama(tmp_path: Path) -> None:
     drifting, _ = run_folder(tmp_path / "run", {"coupling": "drift"})
-    llama = hf.export(tmp_path / "run", tmp_path / "out", to="llama")
+    llama = hf.export_model(tmp_path / "run", tmp_path / "out", to="llama")
     card = (tmp_path / "out" / "README.md").read_text()
     assert sum(parameter.numel() for parameter in drifting.parameters()) > llama.num_parameters()
     assert f"| parameters | {llama.num_parameters():,} |" in card
@@ -203,28 +203,28 @@ def test_the_card_of_a_merged_drift_is_that_of_the_llama(tmp_path: Path) -> None
 
 def test_models_open_whatever_they_are(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
-    hf.export(tmp_path / "run", tmp_path / "out")
-    ours, words = hf.open_model(tmp_path / "run")
-    theirs, _ = hf.open_model(tmp_path / "out")
+    hf.export_model(tmp_path / "run", tmp_path / "out")
+    ours, words = hf.load_model_and_tokenizer(tmp_path / "run")
+    theirs, _ = hf.load_model_and_tokenizer(tmp_path / "out")
     torch.testing.assert_close(output(ours, token_ids()), output(theirs, token_ids()))
     assert words("to be")["input_ids"]
     llama = hf.attach(tiny("llama"), "drift", step=2.0)
-    hf.save(llama, tmp_path / "adapter")
+    hf.save_adapter(llama, tmp_path / "adapter")
     hf.detach(llama).save_pretrained(tmp_path / "llama")
-    fast_tokenizer(bpe()).save_pretrained(tmp_path / "llama")
-    coupled, _ = hf.open_model(tmp_path / "llama", coupling=tmp_path / "adapter")
-    assert len(hf.attached(coupled)) == 2
+    to_fast_tokenizer(bpe()).save_pretrained(tmp_path / "llama")
+    coupled, _ = hf.load_model_and_tokenizer(tmp_path / "llama", coupling=tmp_path / "adapter")
+    assert len(hf.named_coupled_layers(coupled)) == 2
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     with pytest.raises(InputError, match=r"exists already"):
-        hf.export(tmp_path / "run", tmp_path / "run")
+        hf.export_model(tmp_path / "run", tmp_path / "run")
     with pytest.raises(InputError, match=r"'qkflow' or 'llama', not 'gpt2'"):
-        hf.export(tmp_path / "run", tmp_path / "out", to="gpt2")  # type: ignore[arg-type]
+        hf.export_model(tmp_path / "run", tmp_path / "out", to="gpt2")  # type: ignore[arg-type]
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"cannot be opened as a causal model"):
-        hf.open_model(tmp_path / "empty")
+        hf.load_model_and_tokenizer(tmp_path / "empty")
     assert not (tmp_path / "out").exists()
 
 
@@ -239,4 +239,4 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
         )
     )
     with pytest.raises(InputError, match=r"cannot be opened"):
-        hf.open_model(tmp_path)
+        hf.load_model_and_tokenizer(tmp_path)

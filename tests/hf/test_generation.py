@@ -77,7 +77,7 @@ def through_data(model: Any) -> None:
 
 @torch.no_grad()
 def values_through_data(model: Any) -> None:
-    for _, layer in hf.attached(model):
+    for _, layer in hf.named_coupled_layers(model):
         layer.v_proj.weight.data *= 1.1
 
 
@@ -85,7 +85,7 @@ def values_through_data(model: Any) -> None:
 def heads_swapped_through_data(model: Any) -> None:
     """Every sum of weights stays what it was."""
     disturb(model)
-    for _, layer in hf.attached(model):
+    for _, layer in hf.named_coupled_layers(model):
         output(model, token_ids())
         keys = layer.k_proj.weight.data.unflatten(0, (2, -1))
         layer.k_proj.weight.data.copy_(keys.flip(0).flatten(0, 1).clone())
@@ -103,7 +103,7 @@ def fused_step(model: Any) -> None:
 
 
 def replaced(model: Any) -> None:
-    for _, layer in hf.attached(model):
+    for _, layer in hf.named_coupled_layers(model):
         layer.k_proj.weight = torch.nn.Parameter(layer.k_proj.weight + 0.1)
 
 
@@ -137,7 +137,7 @@ def test_changed_weights_are_noticed_when_a_text_begins_with_a_single_token(coup
 def test_a_hook_on_a_projection_is_heard_in_generation(projection: str) -> None:
     model = hf.attach(tiny("llama"), "euler", seed=0)
     before = output(model, token_ids())  # prepares everything
-    for _, layer in hf.attached(model):
+    for _, layer in hf.named_coupled_layers(model):
         getattr(layer, projection).register_forward_hook(lambda module, given, out: out * 1.5)
     assert not torch.allclose(output(model, token_ids()), before)
 

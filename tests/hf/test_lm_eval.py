@@ -15,17 +15,17 @@ from qkflow import hf
 from qkflow.cli.commands.hf import evaluate_tasks
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
-from qkflow.hf.lm_eval import _task_file
-from qkflow.hf.pretrained import fast_tokenizer
+from qkflow.hf.lm_eval import _resolve_task_file
+from qkflow.hf.pretrained import to_fast_tokenizer
 from qkflow.models import Decoder, ModelConfig
 from qkflow.training import pretrained
 
 pytest.importorskip("lm_eval")
 
 QUESTIONS = [
-    {"question": "to be or not to", "choices": [" be", " zq"], "answer": 0},
-    {"question": "that is the", "choices": [" xx", " question"], "answer": 1},
-    {"question": "the rest is", "choices": [" silence", " ##"], "answer": 0},
+    {"config": "to be or not to", "choices": [" be", " zq"], "answer": 0},
+    {"config": "that is the", "choices": [" xx", " question"], "answer": 1},
+    {"config": "the rest is", "choices": [" silence", " ##"], "answer": 0},
 ]
 
 
@@ -62,7 +62,7 @@ def expected(logits_of: object, words: object) -> float:
     for row in QUESTIONS:
         scores = []
         for choice in row["choices"]:
-            context, whole = words(row["question"])["input_ids"], words(row["question"] + choice)["input_ids"]
+            context, whole = words(row["config"])["input_ids"], words(row["config"] + choice)["input_ids"]
             with torch.no_grad():
                 log_probabilities = logits_of(torch.tensor([whole]))[0].log_softmax(-1)
             spots = range(len(context) - 1, len(whole) - 1)
@@ -73,20 +73,22 @@ def expected(logits_of: object, words: object) -> float:
 
 def test_a_run_of_ours_is_evaluated_on_local_files(task: Path, tmp_path: Path) -> None:
     shape = ModelConfig.from_dict(
-        {"vocabulary": 257, "layers": 1, "width": 32, "heads": 2, "start": "fan_in"}
+        {"vocab_size": 257, "n_layers": 1, "dim": 32, "n_heads": 2, "init": "fan_in"}
     )
     model = Decoder(shape, seed=1).eval()
-    pretrained.save(tmp_path / "run" / "model", shape, pretrained.full_weights(model), ByteTokenizer())
+    pretrained.save_model(
+        tmp_path / "run" / "model", shape, pretrained.full_state_dict(model), ByteTokenizer()
+    )
     found = hf.evaluate(tmp_path / "run", [str(task)])
-    by_hand = expected(lambda ids: model.logits(model(ids)), fast_tokenizer(ByteTokenizer()))
+    by_hand = expected(lambda ids: model.logits(model(ids)), to_fast_tokenizer(ByteTokenizer()))
     assert found["tiny_choice"]["acc"] == pytest.approx(by_hand)
     assert math.isfinite(found["tiny_choice"]["acc_stderr"])
 
 
 def test_a_coupled_model_is_evaluated_and_tasks_are_found_in_a_folder(task: Path) -> None:
-    words = fast_tokenizer(ByteTokenizer())
+    words = to_fast_tokenizer(ByteTokenizer())
     model = hf.attach(tiny("llama", vocab_size=257, pad_token_id=256), "drift", step=5.0)
-    found = hf.evaluate(model, ["tiny_choice"], tokenizer=words, include=task.parent, limit=3)
+    found = hf.evaluate(model, ["tiny_choice"], tokenizer=words, include_path=task.parent, limit=3)
     assert found["tiny_choice"]["acc"] == pytest.approx(
         expected(lambda ids: model(input_ids=ids).logits, words)
     )
@@ -95,9 +97,9 @@ def test_a_coupled_model_is_evaluated_and_tasks_are_found_in_a_folder(task: Path
 def test_the_command_shows_tasks_and_nothing_else(
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = fast_tokenizer(ByteTokenizer())
+    words = to_fast_tokenizer(ByteTokenizer())
     model = hf.attach(tiny("llama", vocab_size=257, pad_token_id=256), "drift", step=5.0)
-    hf.save(model, tmp_path / "coupling")
+    hf.save_adapter(model, tmp_path / "coupling")
     hf.detach(model).save_pretrained(tmp_path / "llama")
     words.save_pretrained(tmp_path / "llama")
     capsys.readouterr()
@@ -110,9 +112,11 @@ def test_the_command_shows_tasks_and_nothing_else(
 
 
 def test_unknown_tasks_are_refused(task: Path) -> None:
-    model, words = tiny("llama", vocab_size=257), fast_tokenizer(ByteTokenizer())
+    model, words = tiny("llama", vocab_size=257), to_fast_tokenizer(ByteTokenizer())
     with pytest.raises(InputError, match=r"knows no task 'helaswag'"):
-        _task_file("helaswag")  # through `evaluate` the harness would first read its thousands of tasks
+        _resolve_task_file(
+            "helaswag"
+        )  # through `evaluate` the harness would first read its thousands of tasks
     with pytest.raises(InputError, match=r"there is no task file 'nowhere.yaml'"):
         hf.evaluate(model, ["nowhere.yaml"], tokenizer=words)
     with pytest.raises(InputError, match=r"name at least one task"):
@@ -122,7 +126,7 @@ def test_unknown_tasks_are_refused(task: Path) -> None:
 
 
 def model_and_words() -> tuple[Any, Any]:
-    return tiny("llama", vocab_size=257, pad_token_id=256), fast_tokenizer(ByteTokenizer())
+    return tiny("llama", vocab_size=257, pad_token_id=256), to_fast_tokenizer(ByteTokenizer())
 
 
 # what is changed in the task file, and what is said of it
@@ -201,7 +205,7 @@ def test_a_mistake_in_the_questions_is_one_sentence(task: Path, text: str, said:
 def test_more_shots_than_there_are_examples(task: Path) -> None:
     model, words = model_and_words()
     with pytest.raises(InputError, match=r"tiny_choice.yaml' cannot be run: it has fewer examples than"):
-        hf.evaluate(model, [str(task)], tokenizer=words, shots=100)
+        hf.evaluate(model, [str(task)], tokenizer=words, num_fewshot=100)
 
 
 def test_the_errors_of_a_model_are_not_blamed_on_the_task(
@@ -234,7 +238,7 @@ def test_data_files_are_found_beside_the_task(
     monkeypatch.chdir(tmp_path / "elsewhere")
     model, words = model_and_words()
     by_path = hf.evaluate(model, ["../tasks/tiny_choice.yaml"], tokenizer=words)
-    by_name = hf.evaluate(model, ["tiny_choice"], tokenizer=words, include="../tasks")
+    by_name = hf.evaluate(model, ["tiny_choice"], tokenizer=words, include_path="../tasks")
     assert by_path == by_name
     assert Path.cwd() == tmp_path / "elsewhere"
 
@@ -242,7 +246,7 @@ def test_data_files_are_found_beside_the_task(
 def test_groups_and_files_of_one_name(task: Path) -> None:
     model, words = model_and_words()
     (task.parent / "tiny.yaml").write_text("group: tiny\ntask: [tiny_choice]\n")
-    found = hf.evaluate(model, ["tiny"], tokenizer=words, include=task.parent)
+    found = hf.evaluate(model, ["tiny"], tokenizer=words, include_path=task.parent)
     assert "acc" in found["tiny_choice"]
     other = task.with_name("other.yaml")
     other.write_text(task.read_text())
@@ -271,7 +275,7 @@ def test_a_model_in_training_and_random_numbers_are_left_as_they_were(task: Path
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     if fails:
         with pytest.raises(InputError):
-            hf.evaluate(model, [str(task)], tokenizer=words, shots=100)
+            hf.evaluate(model, [str(task)], tokenizer=words, num_fewshot=100)
     else:
         hf.evaluate(model, [str(task)], tokenizer=words)
     assert draw() == expected

@@ -22,14 +22,14 @@ from qkflow import hf
 from qkflow.attention import merge
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
-from qkflow.hf.pretrained import fast_tokenizer
+from qkflow.hf.pretrained import to_fast_tokenizer
 from qkflow.models import Decoder
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "standard": {},
     "coupled, grouped, untied": {
-        "kv_heads": 2,
-        "tied": False,
+        "n_kv_heads": 2,
+        "tie_embeddings": False,
         "attention": {"coupling": "affine", "bias": True, "window": 6},
     },
     "differential": {"attention": {"coupling": "leapfrog:n=2", "scoring": "differential", "qk_norm": True}},
@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def config(**changes: Any) -> hf.QKFlowConfig:
-    shape = {"vocabulary": 96, "layers": 2, "width": 64, "heads": 4, "feed_forward": "swiglu"}
+    shape = {"vocab_size": 96, "n_layers": 2, "dim": 64, "n_heads": 4, "feed_forward": "swiglu"}
     return hf.QKFlowConfig(**{**shape, **changes})
 
 
@@ -80,7 +80,7 @@ def test_the_wrapper_adds_nothing_to_the_decoder() -> None:
 
 
 def test_a_fresh_model_keeps_the_start_of_its_config() -> None:
-    model = causal(start="fan_in")
+    model = causal(init="fan_in")
     weight = hf.from_transformers(model).blocks[0].feed_forward.up.weight
     assert float(weight.detach().std()) == pytest.approx(0.7 / 8, rel=0.05)
 
@@ -116,7 +116,7 @@ def test_generation_is_the_same_with_and_without_caches(variant: str) -> None:
 
 
 def test_a_slow_path_generates_without_a_cache(tmp_path: Path) -> None:
-    model = causal(slow={"ratio": 4, "layers": 1, "start": 0.5})
+    model = causal(slow={"ratio": 4, "n_layers": 1, "gate_init": 0.5})
     ids = torch.randint(96, (2, 9))
     out = model(ids, output_hidden_states=True)
     assert len(out.hidden_states) == 3, "the slow path's blocks are not layers of the model"
@@ -135,7 +135,7 @@ def test_a_slow_path_generates_without_a_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("coupling", ["drift:step=0.8", "euler:step=0.8", "leapfrog:n=2:step=0.8"])
 def test_a_merged_model_comes_back_as_it_was(coupling: str, tmp_path: Path) -> None:
-    model = causal(attention={"coupling": coupling}, start="fan_in")
+    model = causal(attention={"coupling": coupling}, init="fan_in")
     ids = torch.randint(96, (2, 9))
     before = model(ids).logits
     merge(model)
@@ -175,11 +175,11 @@ def test_checkpointing_hidden_states_and_loss() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_vocabulary_can_grow(tied: bool) -> None:
-    model = causal(tied=tied)
+    model = causal(tie_embeddings=tied)
     model.resize_token_embeddings(100, mean_resizing=False)
     assert model(input_ids=prompt()).logits.shape[-1] == model.config.vocab_size == 100
-    assert model.config.model_config().vocabulary == 100
-    assert hf.from_transformers(model).config.vocabulary == 100
+    assert model.config.model_config().vocab_size == 100
+    assert hf.from_transformers(model).config.vocab_size == 100
 
 
 def test_classification_reads_the_last_real_token(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_classification_reads_the_last_real_token(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_and_the_trainer_take_it(tmp_path: Path) -> None:
-    words = fast_tokenizer(ByteTokenizer())
-    model = causal(vocabulary=257, eos_token_id=256, pad_token_id=256, attention={"coupling": "euler"})
+    words = to_fast_tokenizer(ByteTokenizer())
+    model = causal(vocab_size=257, eos_token_id=256, pad_token_id=256, attention={"coupling": "euler"})
     rows = [{"input_ids": words("to be or not to be ")["input_ids"]} for _ in range(8)]
     for row in rows:
         row["labels"] = row["input_ids"]
@@ -226,9 +226,9 @@ def test_what_it_cannot_take_is_said() -> None:
         model(input_ids=prompt(), attention_mask=torch.ones(2, 1, 7, 7))
     with pytest.raises(InputError, match=r"attention_mask covers 3 tokens of 7"):
         model(input_ids=prompt(), attention_mask=torch.ones(2, 3))
-    assert hf.QKFlowConfig(num_key_value_heads=2).model_config().kv_heads == 2
+    assert hf.QKFlowConfig(num_key_value_heads=2).model_config().n_kv_heads == 2
     with pytest.raises(InputError, match=r"unknown key of model 'layrs'"):
-        hf.QKFlowConfig(shape={"vocabulary": 8, "layrs": 2})
+        hf.QKFlowConfig(shape={"vocab_size": 8, "layrs": 2})
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_what_it_cannot_take_is_said() -> None:
         ),
         ({"layrs": 3}, r"unknown field of QKFlowConfig 'layrs': did you mean 'layers'"),
         ({"shape": [1]}, r"shape is a mapping"),
-        ({"layers": 3, "num_hidden_layers": 2}, r"layers=3 and num_hidden_layers=2 contradict"),
-        ({"num_hidden_layers": 0}, r"model.layers must be at least 1"),
+        ({"n_layers": 3, "num_hidden_layers": 2}, r"layers=3 and num_hidden_layers=2 contradict"),
+        ({"num_hidden_layers": 0}, r"model.n_layers must be at least 1"),
     ],
 )
 def test_a_config_that_would_be_passed_over_is_refused(given: dict[str, Any], said: str) -> None:
@@ -260,7 +260,7 @@ def test_every_name_of_a_field_reads_and_writes_it(tmp_path: Path) -> None:
         4,
         256,
     )
-    changed = AutoConfig.from_pretrained(tmp_path, layers=1, attention={"coupling": "euler"})
+    changed = AutoConfig.from_pretrained(tmp_path, n_layers=1, attention={"coupling": "euler"})
     assert (changed.num_hidden_layers, changed.model_config().attention.coupling) == (1, "euler")
 
 

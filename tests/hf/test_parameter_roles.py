@@ -11,8 +11,8 @@ from torch import nn
 from families import FAMILIES, FUSED, output, tiny, token_ids
 from qkflow import hf
 from qkflow.errors import InputError
-from qkflow.hf.attention_layers import self_attentions
-from qkflow.hf.parameter_roles import describe
+from qkflow.hf.attention_layers import find_attention_layers
+from qkflow.hf.parameter_roles import describe_param_groups
 from qkflow.models import PRESETS, Decoder, preset
 
 
@@ -31,7 +31,7 @@ def rates(groups: list[dict[str, Any]]) -> dict[str, float]:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset(name: str) -> None:
     attention = {"coupling": "euler", "qk_norm": True, "bias": True}
-    model = Decoder(preset(name, attention=attention, layers=2), device="meta")
+    model = Decoder(preset(name, attention=attention, n_layers=2), device="meta")
     groups = hf.param_groups(model, 1e-3, ratio=20, weight_decay=0.1)
     once(model, groups)
     fast = {name for name, rate in rates(groups).items() if rate == pytest.approx(2e-2)}
@@ -52,7 +52,7 @@ def test_every_family(family: str) -> None:
     assert {group["name"] for group in groups} == {"qk", "embed", "rest"}
     assert torch.equal(output(model, token_ids()), before)
     assert set(model.state_dict()) == keys
-    roles = hf.roles_of(model)
+    roles = hf.infer_parameter_roles(model)
     counted = {part: sum(role == part for role in roles.values()) for part in "qkv"}
     assert counted["q"] == counted["k"] == counted["v"] > 0
     assert sum(role == "o" for role in roles.values()) >= 2
@@ -62,7 +62,7 @@ def test_every_family(family: str) -> None:
 @pytest.mark.parametrize("family", FUSED)
 def test_the_parts_of_a_fused_weight_learn_each_at_its_own_rate(family: str) -> None:
     """Queries and keys move as the whole weight does at the fast rate, values as it does at the slow one."""
-    fused = tuple(name for name, role in hf.roles_of(tiny(family)).items() if role == "qkv")
+    fused = tuple(name for name, role in hf.infer_parameter_roles(tiny(family)).items() if role == "qkv")
 
     def trained(rate: float, ratio: float | None = None) -> dict[str, torch.Tensor]:
         model = tiny(family)
@@ -75,8 +75,8 @@ def test_the_parts_of_a_fused_weight_learn_each_at_its_own_rate(family: str) -> 
         return model.state_dict()
 
     split, slow, fast = trained(1e-2, ratio=5), trained(1e-2), trained(5e-2)
-    site = self_attentions(tiny(family))[0]
-    axis = -1 if hasattr(site.module.get_submodule(site.q), "nf") else 0
+    site = find_attention_layers(tiny(family))[0]
+    axis = -1 if hasattr(site.module.get_submodule(site.q_name), "nf") else 0
     q, k, v = site.layout.rows()
     for name in fused:
         for rows, expected in ((q, fast), (k, fast), (v, slow)):
@@ -86,21 +86,21 @@ def test_the_parts_of_a_fused_weight_learn_each_at_its_own_rate(family: str) -> 
 
 def test_split_weights_load_and_save_as_before() -> None:
     model, plain = tiny("gpt2"), tiny("gpt2")
-    split = hf.split_fused(model)
+    split = hf.split_fused_qkv(model)
     assert "transformer.h.0.attn.c_attn.weight" in split
-    assert hf.split_fused(model) == [], "once is enough"
+    assert hf.split_fused_qkv(model) == [], "once is enough"
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(output(plain, token_ids()), output(model, token_ids()))
     again = tiny("gpt2")
-    hf.split_fused(again)
+    hf.split_fused_qkv(again)
     again.load_state_dict(plain.state_dict())
     assert torch.equal(output(again, token_ids()), output(model, token_ids()))
     copied = copy.deepcopy(model)
     assert torch.equal(output(copied, token_ids()), output(model, token_ids()))
-    hf.join_fused(model)
+    hf.fuse_qkv(model)
     assert {name for name, _ in model.named_parameters()} == {name for name, _ in plain.named_parameters()}
     assert torch.equal(output(model, token_ids()), output(plain, token_ids()))
 
@@ -109,11 +109,11 @@ def test_weights_are_split_again_after_they_were_joined() -> None:
     model = tiny("gpt2")
     keys = set(model.state_dict())
     for _ in range(2):
-        hf.split_fused(model)
+        hf.split_fused_qkv(model)
         assert set(model.state_dict()) == keys
         model.load_state_dict(tiny("gpt2").state_dict())
         model = copy.deepcopy(model)
-        hf.join_fused(model)
+        hf.fuse_qkv(model)
     assert {name for name, _ in model.named_parameters()} == {n for n, _ in tiny("gpt2").named_parameters()}
 
 
@@ -121,7 +121,7 @@ def test_a_split_model_is_saved_as_any_other(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = tiny("gpt2")
-    hf.split_fused(model)
+    hf.split_fused_qkv(model)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(output(again.eval(), token_ids()), output(model, token_ids()))
@@ -129,11 +129,11 @@ def test_a_split_model_is_saved_as_any_other(tmp_path: Path) -> None:
 
 def test_a_split_model_can_be_coupled_but_not_merged() -> None:
     model = tiny("gpt2")
-    hf.split_fused(model)
+    hf.split_fused_qkv(model)
     hf.attach(model, "drift")
-    with pytest.raises(InputError, match=r"hf.join_fused first"):
+    with pytest.raises(InputError, match=r"hf.fuse_qkv first"):
         hf.merge(model)
-    hf.join_fused(model)
+    hf.fuse_qkv(model)
     hf.merge(model)
 
 
@@ -152,7 +152,7 @@ def test_torch_attention_is_split() -> None:
 
 def test_fused_weights_can_be_refused_instead() -> None:
     with pytest.raises(InputError, match=r"c_attn.weight.*hold queries, keys and values in one parameter"):
-        hf.param_groups(tiny("gpt2"), 1e-3, ratio=2, fused="refuse")
+        hf.param_groups(tiny("gpt2"), 1e-3, ratio=2, fused_qkv="refuse")
     model = tiny("gpt2")
     groups = hf.param_groups(model, 1e-3, ratio=1)
     once(model, groups)
@@ -169,7 +169,7 @@ def test_fused_weights_that_are_no_parameter_cannot_be_split() -> None:
     del layer.weight
     layer.register_buffer("weight", weight)  # as a quantised layer keeps it
     with pytest.raises(InputError, match=r"no weight of its own to split"):
-        hf.split_fused(model)
+        hf.split_fused_qkv(model)
 
 
 def codegen_model() -> Any:
@@ -183,14 +183,16 @@ def codegen_model() -> Any:
 
 def test_knobs_are_separate() -> None:
     model = hf.attach(tiny("qwen3"), "euler")
-    base = {row.name: row for row in describe(model, 1e-3, weight_decay=0.1)}
+    base = {row.name: row for row in describe_param_groups(model, 1e-3, weight_decay=0.1)}
     for knob, group in (({"ratio": 3.0}, "qk"), ({"embed_ratio": 3.0}, "embed")):
-        for row in describe(model, 1e-3, weight_decay=0.1, **knob):
+        for row in describe_param_groups(model, 1e-3, weight_decay=0.1, **knob):
             assert row.weight_decay == base[row.name].weight_decay
             assert row.lr == pytest.approx(base[row.name].lr * (3 if row.group == group else 1))
     assert all(row.weight_decay == (0.1 if len(row.shape) > 1 else 0) for row in base.values())
-    assert all(row.weight_decay == 0.1 for row in describe(model, 1e-3, weight_decay=0.1, decay="all"))
-    wider = describe(model, 1e-3, ratio=2, qk=("q", "k", "qk_norm", "coupling"))
+    assert all(
+        row.weight_decay == 0.1 for row in describe_param_groups(model, 1e-3, weight_decay=0.1, decay="all")
+    )
+    wider = describe_param_groups(model, 1e-3, ratio=2, qk_roles=("q", "k", "qk_norm", "coupling"))
     fast = {row.role for row in wider if row.group == "qk"}
     assert fast == {"q", "k", "qk_norm", "coupling"}
 
@@ -207,7 +209,7 @@ def test_lora_weights_have_the_role_of_what_they_adapt() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj", "v_proj"]))
-    roles = hf.roles_of(model)
+    roles = hf.infer_parameter_roles(model)
     assert all(role == "q" for name, role in roles.items() if "q_proj.lora_" in name)
     fast = rates(hf.param_groups(model, 1e-3, ratio=2))
     assert {name for name, rate in fast.items() if rate == 2e-3} == {
@@ -224,7 +226,7 @@ class Foreign(nn.Module):
 def test_a_mapping_need_only_tell_what_is_not_known() -> None:
     model = tiny("llama")
     model.extra = nn.Linear(4, 4)
-    roles = hf.roles_of(model, {"extra.*": "mlp"})
+    roles = hf.infer_parameter_roles(model, {"extra.*": "mlp"})
     assert roles["extra.weight"] == "mlp"
     assert roles["model.layers.0.self_attn.q_proj.weight"] == "q"
 

@@ -64,8 +64,8 @@ def test_lora_on_a_coupled_model_sees_and_keeps_the_coupling(tmp_path: Path) -> 
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name:
                 parameter.add_(0.1)
-    hf.save(model, tmp_path)
-    other = hf.load(with_lora(tiny("llama")), tmp_path)
+    hf.save_adapter(model, tmp_path)
+    other = hf.load_adapter(with_lora(tiny("llama")), tmp_path)
     torch.testing.assert_close(output(other, token_ids()), output(model, token_ids()))
 
 
@@ -73,7 +73,7 @@ def test_freezing_leaves_adapters_training() -> None:
     model = hf.attach(with_lora(tiny("llama")), "affine")
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    hf.freeze(model)
+    hf.freeze_base_model(model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert all("lora_" in name or ".coupling." in name for name in trainable)
     assert any("lora_" in name for name in trainable)
@@ -90,7 +90,7 @@ def test_freezing_leaves_every_kind_of_adapter_training() -> None:
 
 
 def test_our_own_model_does_not_merge_under_lora() -> None:
-    decoder = Decoder(preset("tiny", vocabulary=32, attention={"coupling": "drift"}), seed=0)
+    decoder = Decoder(preset("tiny", vocab_size=32, attention={"coupling": "drift"}), seed=0)
     inject_adapter_in_model(LoraConfig(target_modules=["q", "k"]), decoder)
     with pytest.raises(InputError, match=r"stands in the place of the query or key projection"):
         merge(decoder)
@@ -99,7 +99,7 @@ def test_our_own_model_does_not_merge_under_lora() -> None:
 @pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
 def test_our_architecture_takes_prefixes_and_prompts(kind: type[PeftConfig]) -> None:
     config = hf.QKFlowConfig(
-        vocabulary=96, layers=2, width=64, heads=4, kv_heads=2, attention={"coupling": "euler"}
+        vocab_size=96, n_layers=2, dim=64, n_heads=4, n_kv_heads=2, attention={"coupling": "euler"}
     )
     model = get_peft_model(hf.QKFlowForCausalLM(config), kind(task_type="CAUSAL_LM", num_virtual_tokens=4))
     model(input_ids=token_ids(), labels=token_ids()).loss.backward()

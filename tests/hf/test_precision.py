@@ -16,13 +16,15 @@ COUPLINGS = ("affine", "drift", "euler", "leapfrog", "uncoupled")
 def test_a_coupling_in_float32_trains_and_generates_in_a_bfloat16_model(coupling: str, family: str) -> None:
     model = hf.attach(tiny(family).bfloat16(), coupling, seed=0)
     disturb(model)
-    for _, layer in hf.attached(model):
+    for _, layer in hf.named_coupled_layers(model):
         layer.coupling.float()
     many = (
         token_ids(2, 300) if family == "llama" else token_ids()
     )  # more tokens than a layer has weights a row
     model.train()(input_ids=many, labels=many).loss.backward()
-    assert all(p.grad is not None for _, layer in hf.attached(model) for p in layer.coupling.parameters())
+    assert all(
+        p.grad is not None for _, layer in hf.named_coupled_layers(model) for p in layer.coupling.parameters()
+    )
     asked = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
     tokens = model.eval().generate(token_ids(), **asked)
     assert torch.equal(tokens, model.generate(token_ids(), use_cache=False, **asked))
@@ -38,7 +40,7 @@ def test_the_identity_is_exact_under_autocast(family: str, outer: torch.dtype, i
             found.append(model(input_ids=token_ids()).logits.detach())
             with torch.no_grad():
                 found.append(model(input_ids=token_ids()).logits)
-        if not hf.attached(model):
+        if not hf.named_coupled_layers(model):
             hf.attach(model, "affine")
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])

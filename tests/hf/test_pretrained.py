@@ -19,7 +19,7 @@ from qkflow import hf
 from qkflow.cli import main
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
-from qkflow.hf.pretrained import fast_tokenizer
+from qkflow.hf.pretrained import to_fast_tokenizer
 
 Change = Callable[[dict[str, Any]], object]
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -33,13 +33,13 @@ def written(folder: Path, model: Any = None) -> Path:
     """A model with a tokenizer in a folder of its own; by default a Llama."""
     model = llama() if model is None else model
     model.save_pretrained(folder)
-    fast_tokenizer(ByteTokenizer()).save_pretrained(folder)
+    to_fast_tokenizer(ByteTokenizer()).save_pretrained(folder)
     return folder
 
 
 def ours(kind: Any = hf.QKFlowForCausalLM, **shape: Any) -> Any:
     torch.manual_seed(0)
-    return kind(hf.QKFlowConfig(vocabulary=257, layers=2, width=32, heads=4, **shape)).eval()
+    return kind(hf.QKFlowConfig(vocab_size=257, n_layers=2, dim=32, n_heads=4, **shape)).eval()
 
 
 def change_config(folder: Path, change: Change, name: str = "config.json") -> None:
@@ -57,10 +57,10 @@ def change_weights(folder: Path, change: Change) -> None:
 def refused(folder: Path, words: str) -> None:
     """By every way into the folder, without anything written."""
     with pytest.raises(InputError, match=words) as refusal:
-        hf.open_model(folder)
+        hf.load_model_and_tokenizer(folder)
     assert "\n" not in str(refusal.value)
     with pytest.raises(InputError, match=re.escape(str(refusal.value))):
-        main.run(["import", str(folder), str(folder / "imported")])
+        main.dispatch(["import", str(folder), str(folder / "imported")])
     assert not (folder / "imported").exists()
 
 
@@ -71,12 +71,14 @@ def test_what_transformers_fills_in_by_itself_is_not_missing(tmp_path: Path) -> 
     tied = llama(tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(written(tmp_path / "tied", tied) / "model.safetensors")
     change_weights(tmp_path / "tied", add_buffer)
-    headless = ours(hf.QKFlowModel, tied=False)  # its decoder has the output matrix
+    headless = ours(hf.QKFlowModel, tie_embeddings=False)  # its decoder has the output matrix
     written(tmp_path / "headless", headless)
     for name in ("tied", "headless"):
         hf.import_model(tmp_path / name, tmp_path / f"{name}-run")
-    assert torch.equal(output(hf.open_model(tmp_path / "tied")[0], token_ids()), output(tied, token_ids()))
-    decoder = hf.open_model(tmp_path / "headless-run")[0].model.decoder
+    assert torch.equal(
+        output(hf.load_model_and_tokenizer(tmp_path / "tied")[0], token_ids()), output(tied, token_ids())
+    )
+    decoder = hf.load_model_and_tokenizer(tmp_path / "headless-run")[0].model.decoder
     assert torch.equal(decoder.head.weight, headless.decoder.head.weight)
 
 
@@ -113,7 +115,8 @@ def test_a_classifier_is_no_causal_model(tmp_path: Path) -> None:
 def test_a_coupling_saved_with_its_base_is_named(tmp_path: Path) -> None:
     folder = written(tmp_path / "llama", hf.attach(llama(), "euler"))
     refused(
-        folder, r"saved with a coupling attached \(.*coupling.* more\): hf.save .* hf.detach .* --coupling"
+        folder,
+        r"saved with a coupling attached \(.*coupling.* more\): hf.save_adapter .* hf.detach .* --coupling",
     )
 
 

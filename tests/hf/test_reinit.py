@@ -8,15 +8,15 @@ import transformers
 
 from families import FAMILIES, FUSED, GROUPED, output, tiny, token_ids
 from qkflow import hf
-from qkflow.attention.init import Draw, Start
-from qkflow.attention.projections import FactorisedOV, FactorisedQK
+from qkflow.attention.init import InitScheme, ParamSampler
+from qkflow.attention.projections import FactorizedOV, FactorizedQK
 from qkflow.errors import InputError
-from qkflow.hf.attention_layers import outputs_first, self_attentions
-from qkflow.hf.parameter_roles import roles_of
+from qkflow.hf.attention_layers import find_attention_layers, linear_weight
+from qkflow.hf.parameter_roles import infer_parameter_roles
 
 
 def projection(site: object, part: str) -> torch.Tensor:
-    weight = outputs_first(site.module.get_submodule(getattr(site, part)))
+    weight = linear_weight(site.module.get_submodule(getattr(site, part)))
     return weight[site.rows(part)]
 
 
@@ -24,25 +24,25 @@ def projection(site: object, part: str) -> torch.Tensor:
 @pytest.mark.parametrize("start", ["gpt2", "symmetric=1"])
 def test_every_family_starts_again(family: str, start: str) -> None:
     model, again = tiny(family), tiny(family)
-    changes = hf.restart(model, start, seed=3)
-    hf.restart(again, start, seed=3)
-    roles = roles_of(model)
+    changes = hf.reinitialize(model, start, seed=3)
+    hf.reinitialize(again, start, seed=3)
+    roles = infer_parameter_roles(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
     assert matrices <= {change.name for change in changes}, "every matrix was started again"
     assert not any(roles[change.name] in ("norm", "qk_norm") for change in changes)
     assert torch.isfinite(output(model, token_ids())).all()
-    for site in self_attentions(model):
-        qk = FactorisedQK(64, site.heads, bias=False)
+    for site in find_attention_layers(model):
+        qk = FactorizedQK(64, site.heads, bias=False)
         with torch.no_grad():
-            qk.start_parameters(Draw(Start.parse(start), 3, 2, site.name))
+            qk.init_parameters(ParamSampler(InitScheme.parse(start), 3, 2, site.name))
         assert torch.equal(projection(site, "q"), qk.q.weight)
         assert torch.equal(projection(site, "k"), qk.k.weight)
 
 
 def test_standard_deviations_are_those_of_the_start() -> None:
     model = tiny("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=True)
-    after = {change.name: change.after for change in hf.restart(model, "gpt2", seed=0)}
+    after = {change.name: change.std_after for change in hf.reinitialize(model, "gpt2", seed=0)}
     for name, expected in {
         "model.embed_tokens.weight": 0.02,
         "model.layers.0.self_attn.q_proj.weight": 0.02,
@@ -51,7 +51,7 @@ def test_standard_deviations_are_those_of_the_start() -> None:
         "model.layers.1.self_attn.o_proj.weight": 0.02 / 4**0.5,
     }.items():
         assert after[name] == pytest.approx(expected, rel=0.05), name
-    after = {change.name: change.after for change in hf.restart(model, "fan_in", seed=0)}
+    after = {change.name: change.std_after for change in hf.reinitialize(model, "fan_in", seed=0)}
     for name, fan_in in {
         "model.embed_tokens.weight": 128,
         "model.layers.0.self_attn.q_proj.weight": 128,
@@ -71,13 +71,13 @@ def test_experts_are_drawn_for_the_inputs_that_each_one_reads(transposed: bool) 
         )
         model = transformers.GptOssForCausalLM(config)
         with pytest.raises(InputError, match=r"sinks.*Pass roles="):
-            hf.restart(model)
+            hf.reinitialize(model)
     else:
         model = transformers.Qwen3MoeForCausalLM(
             transformers.Qwen3MoeConfig(**WIDE, moe_intermediate_size=32, num_experts=4)
         )
-    changes = hf.restart(model, "fan_in", seed=0, roles={"*sinks": "scoring"} if transposed else None)
-    after = {change.name.rpartition(".mlp.")[2]: change.after for change in changes}
+    changes = hf.reinitialize(model, "fan_in", seed=0, roles={"*sinks": "scoring"} if transposed else None)
+    after = {change.name.rpartition(".mlp.")[2]: change.std_after for change in changes}
     router = "router.weight" if transposed else "gate.weight"
     assert after[router] == pytest.approx(0.7 / 256**0.5, rel=0.1)
     assert after["experts.gate_up_proj"] == pytest.approx(0.7 / 256**0.5, rel=0.05)
@@ -90,7 +90,7 @@ def test_parameters_of_other_kinds_keep_the_start_of_their_family() -> None:
     activation = model.model.layers[0].mlp.act_fn
     before = activation.alpha_p.clone(), activation.alpha_n.clone()
     assert before[0].any()
-    hf.restart(model, "gpt2", seed=0)
+    hf.reinitialize(model, "gpt2", seed=0)
     assert (activation.alpha_p, activation.alpha_n) == before
 
 
@@ -103,7 +103,7 @@ def test_biases_of_experts_start_at_zero() -> None:
         "moe_layer_start_index": 0,
     }
     model = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**options))
-    hf.restart(model, "gpt2", seed=0)
+    hf.reinitialize(model, "gpt2", seed=0)
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     assert any(bias.dim() == 2 for bias in biases)
     assert not any(bias.any() for bias in biases)
@@ -112,7 +112,7 @@ def test_biases_of_experts_start_at_zero() -> None:
 def test_patches_are_drawn_for_all_that_they_hold() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=8))
-    after = {change.name: change.after for change in hf.restart(model, "fan_in", seed=0)}
+    after = {change.name: change.std_after for change in hf.reinitialize(model, "fan_in", seed=0)}
     name = next(name for name in after if name.endswith("patch_embedding.weight"))
     assert after[name] == pytest.approx(0.7 / (3 * 8 * 8) ** 0.5, rel=0.05)
 
@@ -120,11 +120,11 @@ def test_patches_are_drawn_for_all_that_they_hold() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_a_mimetic_start_writes_both_circuits(family: str) -> None:
     model = tiny(family)
-    hf.restart(model, "mimetic", seed=1)
-    site = self_attentions(model)[0]
-    ov = FactorisedOV(64, site.heads, bias=False)
+    hf.reinitialize(model, "mimetic", seed=1)
+    site = find_attention_layers(model)[0]
+    ov = FactorizedOV(64, site.heads, bias=False)
     with torch.no_grad():
-        ov.start_parameters(Draw(Start.parse("mimetic"), 1, 2, site.name))
+        ov.init_parameters(ParamSampler(InitScheme.parse("mimetic"), 1, 2, site.name))
     assert torch.equal(projection(site, "v"), ov.v.weight)
     output_layer = {"llama": "o_proj", "gpt2": "c_proj"}.get(family)
     layer = (
@@ -132,24 +132,24 @@ def test_a_mimetic_start_writes_both_circuits(family: str) -> None:
         if output_layer is None
         else site.module.get_submodule(output_layer)
     )
-    assert torch.equal(outputs_first(layer), ov.o.weight)
+    assert torch.equal(linear_weight(layer), ov.o.weight)
 
 
 def test_a_symmetric_start_is_a_merged_drift() -> None:
     family = FUSED[0]
     symmetric, drifting = tiny(family), tiny(family)
-    hf.restart(symmetric, "fan_in+symmetric=0.5", seed=2)
-    hf.restart(drifting, "fan_in", seed=2)
+    hf.reinitialize(symmetric, "fan_in+symmetric=0.5", seed=2)
+    hf.reinitialize(drifting, "fan_in", seed=2)
     hf.merge(hf.attach(drifting, "drift", step=0.5))
     torch.testing.assert_close(output(symmetric, token_ids()), output(drifting, token_ids()))
 
 
 def test_a_padding_embedding_stays_zero() -> None:
     model = tiny("llama")
-    hf.restart(model, "gpt2", seed=0)
+    hf.reinitialize(model, "gpt2", seed=0)
     assert not model.model.embed_tokens.weight[0].any()
 
 
 def test_unknown_starts_are_refused() -> None:
     with pytest.raises(InputError, match=r"unknown start 'gtp2'"):
-        hf.restart(tiny("llama"), "gtp2")
+        hf.reinitialize(tiny("llama"), "gtp2")

@@ -24,10 +24,12 @@ def test_copies_and_pickles_stay_coupled(family: str) -> None:
     expected = output(model, token_ids())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(output(other, token_ids()), expected)
-        assert len(hf.attached(other)) == 2
+        assert len(hf.named_coupled_layers(other)) == 2
         assert all(
             layer.coupling is not own.coupling
-            for (_, layer), (_, own) in zip(hf.attached(other), hf.attached(model), strict=True)
+            for (_, layer), (_, own) in zip(
+                hf.named_coupled_layers(other), hf.named_coupled_layers(model), strict=True
+            )
         )
 
 
@@ -122,7 +124,7 @@ def test_our_own_model_can_be_offloaded() -> None:
     from accelerate import cpu_offload
 
     config = hf.QKFlowConfig(
-        vocabulary=96, layers=2, width=32, heads=4, tied=False, attention={"coupling": "euler"}
+        vocab_size=96, n_layers=2, dim=32, n_heads=4, tie_embeddings=False, attention={"coupling": "euler"}
     )
     model = hf.QKFlowForCausalLM(config).eval()
     expected = output(model, token_ids())
@@ -199,7 +201,9 @@ def test_selective_checkpointing_may_keep_products(coupling: str) -> None:
         checkpoint(
             lambda: model(input_ids=token_ids(), labels=token_ids()).loss, use_reentrant=False, **options
         ).backward()
-        found.append([p.grad.clone() for _, layer in hf.attached(model) for p in layer.parameters()])
+        found.append(
+            [p.grad.clone() for _, layer in hf.named_coupled_layers(model) for p in layer.parameters()]
+        )
     torch.testing.assert_close(*found)
 
 
@@ -210,7 +214,7 @@ def test_selective_checkpointing_may_keep_products(coupling: str) -> None:
 )
 def test_a_weight_that_is_made_anew_is_not_merged(remake: Callable[[nn.Module], object]) -> None:
     model = hf.attach(tiny("llama"), "drift")
-    for _, layer in hf.attached(model):
+    for _, layer in hf.named_coupled_layers(model):
         remake(layer.q_proj)
     before = output(model, token_ids())
     with pytest.raises(InputError, match=r"made anew in every call|is parametrized"):

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 from families import tiny, token_ids
 from qkflow import hf
 from qkflow.errors import InputError
-from qkflow.hf.split_qkv import is_split
+from qkflow.hf.split_qkv import is_qkv_split
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
@@ -60,8 +60,8 @@ def test_a_ratio_in_one_line_is_the_ratio_by_hand(family: str, tmp_path: Path) -
     changes = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
     one_line = train(tiny(family, **changes), tmp_path / "a", hf.PaceCallback(8))
     hand = by_hand(tiny(family, **changes), tmp_path / "b", 8)
-    hf.join_fused(one_line)
-    hf.join_fused(hand)
+    hf.fuse_qkv(one_line)
+    hf.fuse_qkv(hand)
     same(one_line, hand)
     plain = train(tiny(family, **changes), tmp_path / "c")
     moved = [
@@ -118,7 +118,7 @@ def test_fused_weights_are_split_when_the_trainer_is_made(tmp_path: Path) -> Non
     model = tiny("gpt2")
     names = set(model.state_dict())
     Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[hf.PaceCallback(2)])
-    assert is_split(model.transformer.h[0].attn.c_attn)
+    assert is_qkv_split(model.transformer.h[0].attn.c_attn)
     assert set(model.state_dict()) == names
 
 
@@ -128,7 +128,7 @@ def test_fused_weights_that_nobody_split_are_said_to_be(late: str, tmp_path: Pat
         def make() -> Any:
             model = tiny("gpt2")
             if split:
-                hf.split_fused(model)
+                hf.split_fused_qkv(model)
             return model
 
         if late == "model_init":
@@ -141,7 +141,9 @@ def test_fused_weights_that_nobody_split_are_said_to_be(late: str, tmp_path: Pat
             trainer.add_callback(hf.PaceCallback(20))
         return trainer.train()
 
-    with pytest.raises(InputError, match=r"share one weight.*call hf.split_fused\(model\) before train\(\)"):
+    with pytest.raises(
+        InputError, match=r"share one weight.*call hf.split_fused_qkv\(model\) before train\(\)"
+    ):
         run(split=False)
     assert run(split=True).global_step == 4
 
@@ -152,7 +154,7 @@ def test_couplings_can_be_taken_along(tmp_path: Path) -> None:
         return train(model, tmp_path, callback).state_dict()
 
     only = trained(hf.PaceCallback(4))
-    along = trained(hf.PaceCallback(4, qk=("q", "k", "qk", "coupling")))
+    along = trained(hf.PaceCallback(4, qk_roles=("q", "k", "qk", "coupling")))
     name = "model.layers.0.self_attn.coupling.step.value"
     assert not torch.equal(only[name], along[name])
 

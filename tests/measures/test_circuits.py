@@ -6,20 +6,26 @@ import pytest
 import torch
 
 from qkflow.attention import Attention
-from qkflow.measures.circuits import CircuitWatch, attention_mass, circuit_measures, circuits, layers_of
+from qkflow.measures.circuits import (
+    CircuitTracker,
+    attention_mass,
+    attention_modules,
+    circuit_metrics,
+    layer_circuits,
+)
 from qkflow.models import Decoder, ModelConfig
 
-BASE = {"vocabulary": 24, "layers": 2, "width": 16, "heads": 4, "start": "fan_in"}
+BASE = {"vocab_size": 24, "n_layers": 2, "dim": 16, "n_heads": 4, "init": "fan_in"}
 
 
 def decoder(**changes: object) -> Decoder:
     return Decoder(ModelConfig.from_dict({**BASE, **changes}), seed=0)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
 def test_singular_values_are_those_of_each_heads_circuit(kv_heads: int) -> None:
-    layer = Attention(16, heads=4, kv_heads=kv_heads, start="fan_in", seed=0)
-    found = circuits(layer)
+    layer = Attention(16, n_heads=4, n_kv_heads=kv_heads, init="fan_in", seed=0)
+    found = layer_circuits(layer)
     q, k = (part.weight.unflatten(0, (-1, 4)) for part in (layer.qk.q, layer.qk.k))
     v, o = layer.ov.v.weight.unflatten(0, (-1, 4)), layer.ov.o.weight.unflatten(1, (-1, 4))
     for head in range(4):
@@ -27,24 +33,24 @@ def test_singular_values_are_those_of_each_heads_circuit(kv_heads: int) -> None:
         qk, ov = q[head].T @ k[shared], o[:, head] @ v[shared]
         torch.testing.assert_close(found.qk[head], torch.linalg.svdvals(qk)[:4], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found.ov[head], torch.linalg.svdvals(ov)[:4], rtol=1e-4, atol=1e-6)
-        assert found.scales("qk")[head] == pytest.approx(float(qk.detach().norm()), rel=1e-5)
+        assert found.frobenius_norms("qk")[head] == pytest.approx(float(qk.detach().norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize("circuit", ["FACO", "CAFO", "CACO"])
 def test_collapsed_circuits_are_measured_as_they_stand(circuit: str) -> None:
-    layer = Attention(8, heads=2, circuit=circuit, rope=False, start="fan_in", seed=0)
-    found = circuits(layer)
+    layer = Attention(8, n_heads=2, circuit=circuit, rope=False, init="fan_in", seed=0)
+    found = layer_circuits(layer)
     if circuit.startswith("CA"):
-        torch.testing.assert_close(found.scales("qk"), layer.qk.weight.flatten(1).norm(dim=1))
+        torch.testing.assert_close(found.frobenius_norms("qk"), layer.qk.weight.flatten(1).norm(dim=1))
     if circuit.endswith("CO"):
-        torch.testing.assert_close(found.scales("ov"), layer.ov.weight.flatten(1).norm(dim=1))
+        torch.testing.assert_close(found.frobenius_norms("ov"), layer.ov.weight.flatten(1).norm(dim=1))
         assert found.balance is None
     else:
         assert found.balance is not None
 
 
 def test_a_run_logs_a_value_per_layer_of_the_main_path() -> None:
-    found = circuit_measures(decoder(slow={"ratio": 4, "layers": 1}))
+    found = circuit_metrics(decoder(slow={"ratio": 4, "n_layers": 1}))
     assert set(found) == {
         *(f"{circuit}_{what}" for circuit in ("qk", "ov") for what in ("scale", "largest", "rank")),
         "ov_balance",
@@ -54,44 +60,44 @@ def test_a_run_logs_a_value_per_layer_of_the_main_path() -> None:
 
 
 def test_differential_scoring_has_circuits_too() -> None:
-    found = circuit_measures(decoder(attention={"scoring": "differential"}))
+    found = circuit_metrics(decoder(attention={"scoring": "differential"}))
     assert all(len(values) == 2 and min(values) > 0 for values in found.values())
 
 
 def test_pace_is_the_ratio_of_relative_ways() -> None:
     model = decoder()
-    watch = CircuitWatch(model)
-    assert watch.look(model) == {"qk_change": 0.0, "ov_change": 0.0}
+    watch = CircuitTracker(model)
+    assert watch.metrics(model) == {"qk_change": 0.0, "ov_change": 0.0}
     with torch.no_grad():
-        for layer in layers_of(model):
+        for layer in attention_modules(model):
             for parameter in layer.qk.parameters():
                 parameter.mul_(1.3)
             for parameter in layer.ov.parameters():
                 parameter.mul_(1.1)
-    found = watch.look(model)
+    found = watch.metrics(model)
     assert found["qk_change"] == pytest.approx(0.3, rel=1e-4)
     assert found["effective_pace"] == pytest.approx(3, rel=1e-4)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("n_kv_heads", [2, 1])
 def test_gradient_descent_with_small_steps_keeps_the_balance(kv_heads: int) -> None:
-    layer = Attention(8, heads=2, kv_heads=kv_heads, start="fan_in", seed=0).double()
+    layer = Attention(8, n_heads=2, n_kv_heads=kv_heads, init="fan_in", seed=0).double()
     x = torch.randn(4, 6, 8, dtype=torch.float64)
     target = torch.randn(4, 6, 8, dtype=torch.float64)
 
     def way(lr: float, steps: int) -> tuple[float, float]:
         """How far the balance and the values went."""
-        copy = Attention(8, heads=2, kv_heads=kv_heads, start="fan_in", seed=0).double()
-        before, value = circuits(copy).balance, copy.ov.v.weight.detach().clone()
+        copy = Attention(8, n_heads=2, n_kv_heads=kv_heads, init="fan_in", seed=0).double()
+        before, value = layer_circuits(copy).balance, copy.ov.v.weight.detach().clone()
         for _ in range(steps):
             copy.zero_grad()
             (copy(x) - target).square().sum().backward()
             with torch.no_grad():
                 for parameter in copy.parameters():
                     parameter.sub_(parameter.grad, alpha=lr)
-        return float((circuits(copy).balance - before).norm()), float((copy.ov.v.weight - value).norm())
+        return float((layer_circuits(copy).balance - before).norm()), float((copy.ov.v.weight - value).norm())
 
-    assert circuits(layer).balance is not None
+    assert layer_circuits(layer).balance is not None
     coarse, moved = way(1e-3, 100)
     fine, _ = way(1e-4, 1000)
     assert moved > 0.1, "it has learnt"

@@ -11,8 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import InputError
-from qkflow.measures.attribution import SOURCES, attention_row, integrated_gradients, max_pool, rollout
-from qkflow.measures.faithfulness import DEFAULT, PUBLISHED, Rules, Text, measure, measure_one_by_one
+from qkflow.measures.attribution import (
+    ATTRIBUTION_METHODS,
+    attention_rollout,
+    integrated_gradients,
+    max_attention,
+    mean_attention,
+)
+from qkflow.measures.faithfulness import (
+    DEFAULT_OPTIONS,
+    PUBLISHED_OPTIONS,
+    FaithfulnessOptions,
+    Text,
+    measure_faithfulness,
+    measure_faithfulness_reference,
+)
 
 
 class TinyEncoder(nn.Module):
@@ -101,7 +114,7 @@ def sigmoid(value: float) -> float:
 
 def test_by_hand() -> None:
     text = Text("a", [1, 2, 3, 4], [[True, False, False, False]])  # weights 4, 1, −2, 0.5: p(1) = σ(3.5)
-    found = measure(BagOfWeights(), [text], source="attention", ks=[5, 50], threshold=0.5)
+    found = measure_faithfulness(BagOfWeights(), [text], method="attention", ks=[5, 50], threshold=0.5)
     assert found.mass[0] == pytest.approx(4 / 7.5)
     assert found.confidence == 1.0
     assert found.comprehensiveness[5][0] == pytest.approx(sigmoid(3.5) - sigmoid(-0.5))  # token 1 gone
@@ -114,26 +127,28 @@ def test_by_hand() -> None:
 
 
 def test_the_predicted_class_is_the_one_measured() -> None:
-    found = measure(BagOfWeights(), [Text("a", [3, 4])], source="attention")  # p(0) = σ(1.5)
+    found = measure_faithfulness(BagOfWeights(), [Text("a", [3, 4])], method="attention")  # p(0) = σ(1.5)
     assert found.comprehensiveness[5.0][0] == pytest.approx(sigmoid(1.5) - sigmoid(-0.5))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ATTRIBUTION_METHODS)
 @pytest.mark.parametrize(
-    "rules", [DEFAULT, PUBLISHED, Rules(padded_to=48)], ids=["ours", "published", "padded"]
+    "rules",
+    [DEFAULT_OPTIONS, PUBLISHED_OPTIONS, FaithfulnessOptions(pad_to_length=48)],
+    ids=["ours", "published", "padded"],
 )
-def test_batched_equals_one_by_one(source: str, rules: Rules) -> None:
+def test_batched_equals_one_by_one(source: str, rules: FaithfulnessOptions) -> None:
     texts = some_texts(6 if source == "gradient" else 12)
     model, ks = TinyEncoder(), [1, 5, 20, 50]
     with torch.no_grad():
-        batched = measure(model, texts, source, ks, rules=rules, batch_tokens=200)
-        single = measure_one_by_one(model, texts, source, ks, rules=rules)
+        batched = measure_faithfulness(model, texts, source, ks, options=rules, batch_tokens=200)
+        single = measure_faithfulness_reference(model, texts, source, ks, options=rules)
     assert np.array_equal(np.isnan(batched.mass), np.isnan(single.mass))
     assert np.nanmax(np.abs(batched.mass - single.mass)) <= 1e-12
     for k in ks:
         assert np.abs(batched.comprehensiveness[k] - single.comprehensiveness[k]).max() <= 1e-12
         assert np.abs(batched.sufficiency[k] - single.sufficiency[k]).max() <= 1e-12
-    assert batched.emptied == single.emptied > 0  # some texts are one token long
+    assert batched.n_emptied == single.n_emptied > 0  # some texts are one token long
     assert batched.summary()["confidence"] == single.summary()["confidence"]
 
 
@@ -141,11 +156,11 @@ def test_length_means_real_tokens_unless_published() -> None:
     """128 padded places give k = ⌈6.4⌉ = 7 tokens to delete; 20 real ones give 1."""
     text = Text("a", list(range(1, 21)))
     model = TinyEncoder()
-    ours = measure(model, [text], "attention").sufficiency[5.0][0]
+    ours = measure_faithfulness(model, [text], "attention").sufficiency[5.0][0]
     ids = torch.tensor([text.ids])
     mask = torch.ones_like(ids, dtype=torch.bool)
     p, predicted = model.probabilities(ids, mask).max(-1)
-    top = attention_row(model.attend(ids, mask)[1], model.read(mask))[0].argsort(descending=True)
+    top = mean_attention(model.attend(ids, mask)[1], model.read(mask))[0].argsort(descending=True)
     alone = ids[:, top[:1]]
     expected = p - model.probabilities(alone, torch.ones_like(alone, dtype=torch.bool))[0, predicted]
     assert ours == pytest.approx(expected.item(), abs=1e-12)
@@ -156,7 +171,7 @@ def test_length_means_real_tokens_unless_published() -> None:
     kept = flow[0].argsort(descending=True)[:7].sort().values
     expected = model.probabilities(padded, real)[0, predicted]
     expected = expected - model.probabilities(padded[:, kept], real[:, kept])[0, predicted]
-    found = measure(model, [text], rules=PUBLISHED).sufficiency[5.0][0]
+    found = measure_faithfulness(model, [text], options=PUBLISHED_OPTIONS).sufficiency[5.0][0]
     assert found == pytest.approx(expected.item(), abs=1e-12)
 
 
@@ -164,21 +179,23 @@ def test_empty_rationales_are_counted_not_averaged() -> None:
     marked = Text("marked", [1, 2], [[True, False]])
     empty = Text("empty", [1, 2], [[False, False]])
     nobody = Text("nobody", [1, 2])
-    found = measure(BagOfWeights(), [marked, empty, nobody], source="attention", threshold=0.5)
-    assert (found.empty, found.confidence) == (2, 1.0)
+    found = measure_faithfulness(BagOfWeights(), [marked, empty, nobody], method="attention", threshold=0.5)
+    assert (found.n_without_rationale, found.confidence) == (2, 1.0)
     assert found.summary()["mass"] == pytest.approx(0.8)
-    published = measure(BagOfWeights(), [marked, empty, nobody], threshold=0.2, rules=PUBLISHED)
-    assert published.empty == 0
+    published = measure_faithfulness(
+        BagOfWeights(), [marked, empty, nobody], threshold=0.2, options=PUBLISHED_OPTIONS
+    )
+    assert published.n_without_rationale == 0
     assert published.summary()["mass"] == pytest.approx(0.8 / 3 / 3)  # of three annotators, of three texts
     assert published.confidence == pytest.approx(1 / 3)
-    none = measure(BagOfWeights(), [nobody], source="attention")
+    none = measure_faithfulness(BagOfWeights(), [nobody], method="attention")
     assert none.confidence is None
     assert none.summary()["mass"] is None
 
 
 def test_a_rationale_is_what_most_annotators_marked() -> None:
     marks = [[True, True, False], [True, False, False], [False, False, True]]
-    found = measure(BagOfWeights(), [Text("a", [1, 2, 3], marks)], source="attention")
+    found = measure_faithfulness(BagOfWeights(), [Text("a", [1, 2, 3], marks)], method="attention")
     assert found.mass[0] == pytest.approx(4 / 7)
 
 
@@ -190,11 +207,13 @@ def test_rollout_is_the_product_of_layers() -> None:
     for layer in layers:
         product = (0.3 * torch.eye(5) + 0.7 * layer.mean(1)) @ product
     expected = product[torch.arange(3), read]
-    assert torch.allclose(rollout(layers, read, residual=0.3), expected, atol=1e-14)
-    assert torch.allclose(rollout(layers[:1], read, 0.0), attention_row(layers[:1], read), atol=1e-14)
-    assert (max_pool(layers, read) >= attention_row(layers, read) - 1e-15).all()
+    assert torch.allclose(attention_rollout(layers, read, residual=0.3), expected, atol=1e-14)
+    assert torch.allclose(
+        attention_rollout(layers[:1], read, 0.0), mean_attention(layers[:1], read), atol=1e-14
+    )
+    assert (max_attention(layers, read) >= mean_attention(layers, read) - 1e-15).all()
     one_row = layers[-1][torch.arange(3), :, read][:, :, None]  # all that is needed of the last layer
-    for ranking in (rollout, attention_row, max_pool):
+    for ranking in (attention_rollout, mean_attention, max_attention):
         assert torch.allclose(ranking([*layers[:-1], one_row], read), ranking(layers, read), atol=1e-14)
 
 
@@ -204,7 +223,7 @@ def test_integrated_gradients_add_up() -> None:
     ids = torch.randint(0, 40, (4, 9))
     mask = torch.arange(9)[None] < torch.tensor([9, 4, 1, 7])[:, None]
     chosen = model.probabilities(ids, mask).argmax(-1)
-    found = integrated_gradients(model, ids, mask, chosen, steps=150)
+    found = integrated_gradients(model, ids, mask, chosen, n_steps=150)
     nothing = model.probabilities_of(torch.zeros(4, 9, 8, dtype=torch.float64), mask)
     gained = (model.probabilities(ids, mask) - nothing).gather(1, chosen[:, None])[:, 0]
     assert torch.allclose(found.sum(-1), gained, atol=2e-3)
@@ -230,7 +249,7 @@ def test_a_gradient_ranking_beats_chance_where_one_token_decides() -> None:
         Text(str(index), random.permutation([1, *random.integers(2, 40, 19)]).tolist()) for index in range(40)
     ]
     means = {
-        source: measure(OneToken(), texts, source).summary()["aopc_comprehensiveness"]
+        source: measure_faithfulness(OneToken(), texts, source).summary()["aopc_comprehensiveness"]
         for source in ("gradient", "attention", "random")
     }
     assert means["gradient"] == pytest.approx(sigmoid(6) - 0.5, abs=1e-9)
@@ -243,11 +262,20 @@ def test_a_gradient_ranking_beats_chance_where_one_token_decides() -> None:
     [
         (lambda: Text("p7", [1, 2, 3], [[True]]), "post p7: a rationale covers 1 tokens, the text has 3"),
         (lambda: Text("p8", []), "post p8 has no tokens"),
-        (lambda: measure(BagOfWeights(), []), "no texts"),
-        (lambda: measure(OneRow(), [Text("a", [1])], rules=PUBLISHED), "must give all of its rows"),
-        (lambda: measure(BagOfWeights(), [Text("a", [1])], ks=[0]), "k is a percentage"),
-        (lambda: measure(BagOfWeights(), [Text("a", [1])], source="rolout"), "did you mean 'rollout'"),
-        (lambda: measure(BagOfWeights(), [Text("a", [1])], source="gradient"), "needs a model with embed"),
+        (lambda: measure_faithfulness(BagOfWeights(), []), "no texts"),
+        (
+            lambda: measure_faithfulness(OneRow(), [Text("a", [1])], options=PUBLISHED_OPTIONS),
+            "must give all of its rows",
+        ),
+        (lambda: measure_faithfulness(BagOfWeights(), [Text("a", [1])], ks=[0]), "k is a percentage"),
+        (
+            lambda: measure_faithfulness(BagOfWeights(), [Text("a", [1])], method="rolout"),
+            "did you mean 'rollout'",
+        ),
+        (
+            lambda: measure_faithfulness(BagOfWeights(), [Text("a", [1])], method="gradient"),
+            "needs a model with embed",
+        ),
     ],
 )
 def test_bad_input_is_refused(make: Sequence[object], said: str) -> None:

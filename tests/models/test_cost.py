@@ -3,16 +3,16 @@ import pytest
 from qkflow.attention import couplings, scorings
 from qkflow.models import Decoder, ModelConfig, preset
 from qkflow.models.cost import (
+    build_meta_decoder,
+    estimate_training_memory,
     flops_per_token,
     parameters_by_role,
-    saved_bytes,
-    training_memory,
-    without_storage,
+    saved_activation_bytes,
 )
 
 
 def config(**options) -> ModelConfig:
-    return preset("tiny", vocabulary=64, layers=2, width=32, heads=4, **options)
+    return preset("tiny", vocab_size=64, n_layers=2, dim=32, n_heads=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def config(**options) -> ModelConfig:
     [("tiny", 1.05), ("small", 10.5), ("60m", 59.29), ("150m", 151.86), ("350m", 353.5), ("455m", 454.2)],
 )
 def test_presets_have_the_sizes_they_are_named_for(name, millions):
-    counts = parameters_by_role(without_storage(preset(name)))
+    counts = parameters_by_role(build_meta_decoder(preset(name)))
     assert sum(counts.values()) / 1e6 == pytest.approx(millions, rel=2e-3)
 
 
@@ -30,7 +30,7 @@ def test_every_part_is_accounted_for(coupling, scoring):
     described = config(attention={"coupling": coupling, "scoring": scoring})
     model = Decoder(described, seed=0)
     assert sum(parameters_by_role(model).values()) == sum(p.numel() for p in model.parameters())
-    assert parameters_by_role(model) == parameters_by_role(without_storage(described))
+    assert parameters_by_role(model) == parameters_by_role(build_meta_decoder(described))
     assert flops_per_token(described, 16) == flops_per_token(model, 16)  # counted on shapes and on numbers
 
 
@@ -56,8 +56,8 @@ def test_a_coupling_costs_its_own_formula():
 def test_memory_is_what_a_step_really_keeps(coupling, precision):
     described = config(attention={"coupling": coupling})
     model = Decoder(described, seed=0)
-    foreseen = training_memory(described, 4, 16, precision=precision)
-    assert foreseen.activations == saved_bytes(model, 4, 16, precision)
+    foreseen = estimate_training_memory(described, 4, 16, precision=precision)
+    assert foreseen.activations == saved_activation_bytes(model, 4, 16, precision)
     assert foreseen.weights == 4 * sum(p.numel() for p in model.parameters())
     assert foreseen.total == foreseen.activations + 4 * foreseen.weights + foreseen.logits
 
@@ -65,10 +65,10 @@ def test_memory_is_what_a_step_really_keeps(coupling, precision):
 def test_recomputing_blocks_keeps_less():
     deep = config()
     assert (
-        training_memory(deep, 4, 16, checkpoint_blocks=True).activations
-        < training_memory(deep, 4, 16).activations
+        estimate_training_memory(deep, 4, 16, activation_checkpointing=True).activations
+        < estimate_training_memory(deep, 4, 16).activations
     )
 
 
 def test_nothing_is_allocated():
-    assert all(p.is_meta for p in without_storage(preset("455m")).parameters())
+    assert all(p.is_meta for p in build_meta_decoder(preset("455m")).parameters())

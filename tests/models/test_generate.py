@@ -4,14 +4,14 @@ import torch
 from qkflow.attention import couplings, scorings
 from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
-from qkflow.models.decoding import TokenByToken
-from qkflow.models.generate import WORTH_PREPARING, Sampler, generate
+from qkflow.models.decoding import CPUDecoder
+from qkflow.models.generate import MIN_TOKENS_TO_PREPARE, Sampler, generate
 
-LONG = WORTH_PREPARING + 8  # enough for the layout made for single tokens
+LONG = MIN_TOKENS_TO_PREPARE + 8  # enough for the layout made for single tokens
 
 
 def small_model(dtype=torch.float64, **options):
-    shape = {"vocabulary": 50, "layers": 2, "width": 32, "heads": 4, "start": "fan_in", **options}
+    shape = {"vocab_size": 50, "n_layers": 2, "dim": 32, "n_heads": 4, "init": "fan_in", **options}
     return Decoder(preset("tiny", **shape), seed=0, dtype=dtype)
 
 
@@ -30,7 +30,7 @@ def without_cache(model, ids, count):
     "options",
     [
         {},
-        {"feed_forward": "swiglu", "tied": False, "kv_heads": 2},
+        {"feed_forward": "swiglu", "tie_embeddings": False, "n_kv_heads": 2},
         {"attention": {"coupling": "leapfrog:n=2", "qk_norm": True, "window": 4}},
         {"attention": {"scoring": "differential", "rope": False}},
         {"attention": {"circuit": "CACO", "rope": False}},
@@ -53,17 +53,19 @@ def check_token_by_token(model, length, read):
             parameter += 0.05 * torch.randn_like(parameter)
         caches = model.new_caches(1, length)
         model(ids[:, :read], caches=caches)
-        decoder = TokenByToken(model, caches)
+        decoder = CPUDecoder(model, caches)
         found = torch.stack([decoder.logits(int(token)) for token in ids[0, read:]])
         torch.testing.assert_close(found, model.logits(model(ids))[0, read:], rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_heads": 2, "qk_norm": True}, {"kv_heads": 4, "rope": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"n_kv_heads": 2, "qk_norm": True}, {"n_kv_heads": 4, "rope": False}]
+)
 @pytest.mark.parametrize("scoring", scorings.names())
 @pytest.mark.parametrize("coupling", [*couplings.names(), "leapfrog:n=3:bias=true", "affine:n=3:bias=true"])
 def test_token_by_token_gives_the_models_own_logits(coupling, scoring, options):
     options = dict(options)
-    shape = {"kv_heads": options.pop("kv_heads")} if "kv_heads" in options else {}
+    shape = {"n_kv_heads": options.pop("n_kv_heads")} if "n_kv_heads" in options else {}
     model = small_model(attention={"coupling": coupling, "scoring": scoring, **options}, **shape).eval()
     check_token_by_token(model, length=12, read=6)
 
@@ -98,7 +100,7 @@ def test_prompts_of_different_lengths():
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), short], dim=1)
     ids = torch.cat([padded, long])
     real = torch.tensor([[False] * 4 + [True] * 3, [True] * 7])
-    made = generate(model, ids, 6, temperature=0, padding=real)
+    made = generate(model, ids, 6, temperature=0, attention_mask=real)
     assert torch.equal(made[0, 4:], generate(model, short, 6, temperature=0)[0])
     assert torch.equal(made[1], generate(model, long, 6, temperature=0)[0])
 
@@ -115,7 +117,9 @@ def test_an_end_token_ends_a_sequence_and_the_stream_sees_every_token():
     free = generate(model, prompt(2), 12, seed=3)
     end = int(free[0, 7])  # the third new token of the first sequence
     seen = []
-    made = generate(model, prompt(2), 12, seed=3, end=end, stream=lambda token: seen.append(token.tolist()))
+    made = generate(
+        model, prompt(2), 12, seed=3, eos_token_id=end, on_token=lambda token: seen.append(token.tolist())
+    )
     stop = int((made[0, 5:] == end).nonzero()[0]) + 5
     assert (made[0, stop:] == end).all()
     assert torch.tensor(seen).T.tolist() == made[:, 5:].tolist()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qkflow.errors import InputError
-from qkflow.papers.published import PUBLISHED, reproduce
+from qkflow.papers.published import PAPER_STUDIES, reproduce
 from qkflow.studies import Comparison
 from qkflow.studies.analysis import RunData
 from qkflow.studies.slow_path_findings import gate_findings
@@ -24,10 +24,12 @@ def test_a_study_runs_its_comparisons_and_goes_on_where_it_stopped(tmp_path: Pat
     reproduce("fast-slow", tmp_path, stages=("short",), **asked)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("short/runs/*/result.json")}
     assert len(before) == 6
-    answer = reproduce("fast-slow", tmp_path, shown=lambda stage, *_: stages.append(stage.name), **asked)
+    answer = reproduce(
+        "fast-slow", tmp_path, on_stage_end=lambda stage, *_: stages.append(stage.name), **asked
+    )
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert stages == ["short", "long"] == list(answer["stages"])
-    short, long = (answer["stages"][name]["summary"]["question"] for name in stages)
+    short, long = (answer["stages"][name]["summary"]["config"] for name in stages)
     assert (short["tokens"], long["tokens"]) == (640, 6400)
     assert json.loads((tmp_path / "findings.json").read_text()) == json.loads(json.dumps(answer))
 
@@ -41,14 +43,14 @@ def test_unknown_studies_and_stages_are_refused(tmp_path: Path) -> None:
 
 
 def test_published_studies_name_variants_that_exist() -> None:
-    from qkflow.studies.compare import read_question
+    from qkflow.studies.compare import parse_comparison_config
     from qkflow.studies.grid import build_grid
 
-    for study in PUBLISHED.values():
+    for study in PAPER_STUDIES.values():
         for stage in study.stages:
             settings = {"tokens": study.tokens, "seeds": study.seeds, **study.settings}
-            grid = build_grid(read_question("toy", {"variants": stage.variants, **settings}))
-            assert {"standard", *stage.variants} <= {one.variant.name for one in grid.contestants}
+            grid = build_grid(parse_comparison_config("toy", {"variants": stage.variants, **settings}))
+            assert {"standard", *stage.variants} <= {one.variant.name for one in grid.arms}
 
 
 def comparison(**variants: tuple[list[float], list[float]]) -> Comparison:
@@ -62,7 +64,7 @@ def comparison(**variants: tuple[list[float], list[float]]) -> Comparison:
             result = {"status": "finished", "loss": loss}
             runs.append(RunData(name, "compare", f"{name}@gpt2", seed, 1e-3, 10, result, metrics, ""))
     rows = [{"variant": name, "cell": f"{name}@gpt2"} for name in variants]
-    summary = {"question": {"confidence": 0.95}, "reference": rows[0], "variants": rows[1:]}
+    summary = {"config": {"confidence": 0.95}, "reference": rows[0], "variants": rows[1:]}
     return Comparison(Path(), summary, runs)
 
 

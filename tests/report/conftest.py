@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkflow.studies.grid import Question, Run, build_grid
-from qkflow.studies.runner.study_dir import StudyFolder
+from qkflow.studies.grid import ComparisonConfig, RunSpec, build_grid
+from qkflow.studies.runner.study_dir import StudyDir
 
 # Final loss by cell: close to each other, as variants of one model are; seeds add paired and own noise.
 FINAL = {
@@ -30,24 +30,26 @@ POINTS = 20
 HOSTILE = "</script><script>alert(1)</script><img src=https://example.com/x.png>"
 
 
-def write_study(path: Path, question: Question, final: dict[str, float], fail: str | None = None) -> Path:
+def write_study(
+    path: Path, question: ComparisonConfig, final: dict[str, float], fail: str | None = None
+) -> Path:
     """Write the folder a comparison would have left, losses falling as power laws to those in `final`."""
-    folder, grid = StudyFolder(path), build_grid(question)
-    models = {cell.variant.model for cell in grid.cells}
+    folder, grid = StudyDir(path), build_grid(question)
+    models = {cell.variant.model_name for cell in grid.cells}
     tokens = dict.fromkeys(models, question.tokens or 0)
-    runs = grid.runs("compare", range(question.seeds), tokens=tokens)
+    runs = grid.build_runs("compare", range(question.seeds), tokens_by_model=tokens)
     folder.save(
         {
-            "question": question.to_dict(),
-            "command": question.command(str(path)),
-            "contestants": [one.to_dict() for one in grid.contestants],
+            "config": question.to_dict(),
+            "command": question.to_command(str(path)),
+            "arms": [one.to_dict() for one in grid.arms],
             "budgets": tokens,
             "jobs": 2,
             "runs": [run.to_dict() for run in runs],
         }
     )
     for run in runs:
-        run_folder = folder.run(run.id)
+        run_folder = folder.run_dir(run.id)
         run_folder.write_config(run.config)
         if run.cell == fail:
             (run_folder.path / "log.txt").write_text("step 3\nloss is <nan> & gone\n")
@@ -57,7 +59,7 @@ def write_study(path: Path, question: Question, final: dict[str, float], fail: s
     return path
 
 
-def _write_run(path: Path, run: Run, final: float) -> None:
+def _write_run(path: Path, run: RunSpec, final: float) -> None:
     shared = np.random.default_rng(run.seed).normal() * 0.012
     own = np.random.default_rng([run.seed, *run.cell.encode()])
     final += shared + own.normal() * 0.004
@@ -119,12 +121,12 @@ def _write_run(path: Path, run: Run, final: float) -> None:
 @pytest.fixture(scope="session")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of three variants and the two controls."""
-    question = Question(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
+    question = ComparisonConfig(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
     return write_study(tmp_path_factory.mktemp("made") / "study", question, FINAL)
 
 
 @pytest.fixture(scope="session")
 def hostile_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study with text in it that would break a careless page, and a variant that failed throughout."""
-    question = Question(data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000)
+    question = ComparisonConfig(data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000)
     return write_study(tmp_path_factory.mktemp("made") / "hostile", question, FINAL, fail="euler@gpt2")

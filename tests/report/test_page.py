@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from qkflow.report.figures import _gap, _mean_evals
-from qkflow.report.page import count, json_for_script, plain
+from qkflow.report.figures import _mean_eval_curve, _perplexity_gap_curve
+from qkflow.report.page import format_count, format_value, json_for_script
 from qkflow.report.tables import terminal_table
-from qkflow.studies import Comparison, rebuild
+from qkflow.studies import Comparison, rebuild_report
 
 
 class Page(HTMLParser):
@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def answer(study: Path) -> Comparison:
-    return rebuild(study)
+    return rebuild_report(study)
 
 
 @pytest.fixture(scope="module")
@@ -157,17 +157,17 @@ def test_curves_show_best_starts_and_keep_the_others_hidden(
 def test_a_gap_is_read_at_equal_tokens_even_where_evaluations_do_not_meet() -> None:
     theirs = [(0.0, 0.0, 0.0, 8.0), (10.0, 100.0, 1.0, 6.0), (20.0, 200.0, 2.0, 5.0)]
     ours = [(0.0, 0.0, 0.0, 8.0), (15.0, 150.0, 1.0, 5.4), (30.0, 300.0, 2.0, 4.0)]
-    gap = _gap(ours, theirs)
+    gap = _perplexity_gap_curve(ours, theirs)
     assert gap[0.0] == (0.0, 0.0)
     assert gap[15.0] == (150.0, pytest.approx(100 * math.expm1(5.4 - 5.5)))
     assert 30.0 not in gap  # the reference has not trained that far
 
 
 def test_a_run_just_begun_does_not_cut_the_curves_of_the_others(answer: Comparison) -> None:
-    whole = next(run for run in answer.runs if run.state == "finished")
+    whole = next(run for run in answer.runs if run.status == "finished")
     begun = replace(whole, seed=9, result=None, metrics={"eval": whole.metrics["eval"][:1]})
-    assert _mean_evals([whole, begun], "tokens") == _mean_evals([whole], "tokens")
-    assert len(_mean_evals([begun], "tokens")) == 1
+    assert _mean_eval_curve([whole, begun], "tokens") == _mean_eval_curve([whole], "tokens")
+    assert len(_mean_eval_curve([begun], "tokens")) == 1
 
 
 def test_probes_show_the_mean_and_offer_the_layers(page: Page, drawn: dict[str, Any]) -> None:
@@ -180,13 +180,13 @@ def test_probes_show_the_mean_and_offer_the_layers(page: Page, drawn: dict[str, 
 
 
 def test_text_of_users_stays_text(hostile_study: Path) -> None:
-    answer = rebuild(hostile_study)
+    answer = rebuild_report(hostile_study)
     html = (hostile_study / "report.html").read_text(encoding="utf-8")
     page = Page(html)
     assert page.tags.count("script") == 3
     assert "img" not in page.tags
     assert page.loads == []
-    assert answer.summary["question"]["data"] in page.text
+    assert answer.summary["config"]["data"] in page.text
     assert "loss is <nan> & gone" in page.text
     assert "alert(1)" not in "".join(body for name, body in page.scripts.items() if name != "figures")
     assert answer.summary["variants"][0]["verdict"] == "no verdict"
@@ -202,15 +202,21 @@ def test_json_cannot_leave_its_script_element() -> None:
 
 
 def test_numbers_as_people_write_them() -> None:
-    assert [count(v) for v in (None, 12, 201_000, 1_049_728, 1.6e12)] == ["–", "12", "201k", "1.05M", "1.6T"]
-    assert plain([True, 0.5, "a", None]) == "yes, 0.5, a, –"
-    assert plain([]) == "none"
-    assert plain({"mlp": 3}) == "mlp: 3"
+    assert [format_count(v) for v in (None, 12, 201_000, 1_049_728, 1.6e12)] == [
+        "–",
+        "12",
+        "201k",
+        "1.05M",
+        "1.6T",
+    ]
+    assert format_value([True, 0.5, "a", None]) == "yes, 0.5, a, –"
+    assert format_value([]) == "none"
+    assert format_value({"mlp": 3}) == "mlp: 3"
 
 
 def test_a_study_hardly_begun_still_has_a_page(study: Path, tmp_path: Path) -> None:
     shutil.copy(study / "study.yaml", tmp_path / "study.yaml")
-    answer = rebuild(tmp_path)
+    answer = rebuild_report(tmp_path)
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert json.loads(page.scripts["figures"]) == {}
     assert "not complete: 30 of 30 runs have not finished" in page.text
@@ -226,7 +232,7 @@ def test_a_loss_beyond_all_perplexities_still_has_a_page(study: Path, tmp_path: 
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         rows = [{**row, "loss": loss + seed} if row["kind"] == "eval" else row for row in rows]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    answer = rebuild(wrong)
+    answer = rebuild_report(wrong)
     euler = answer.summary["variants"][0]
     assert (euler["perplexity"] is None) == (loss > 700)
     size = "immeasurably" if loss > 700 else "e\\+2\\d\\d%"

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from qkflow import console
-from qkflow.cli.commands.compare import show
-from qkflow.report.tables import interval, number, signed, terminal_table
-from qkflow.studies import rebuild
+from qkflow.cli.commands.compare import print_comparison
+from qkflow.report.tables import format_difference, format_number, format_signed, terminal_table
+from qkflow.studies import rebuild_report
 
 
 def qkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ def qkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_table_fits_an_80_column_terminal(study: Path) -> None:
     text = io.StringIO()
-    Console(file=text, width=80).print(terminal_table(rebuild(study).summary))
+    Console(file=text, width=80).print(terminal_table(rebuild_report(study).summary))
     lines = text.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines)
     for words in ("leapfrog:n=7", "no evidence", "reference", "helps", "hurts", "−10.4%"):
@@ -32,11 +32,15 @@ def test_the_table_fits_an_80_column_terminal(study: Path) -> None:
 
 
 def test_numbers() -> None:
-    assert (signed(-10.44), signed(-0.5), signed(3)) == ("−10.4", "−0.50", "+3.00")
-    assert (number(None), number(1.234, ".2f×"), number(0.5, "g")) == ("–", "1.23×", "0.5")
-    assert interval({"difference": None}) == ("–", "–")
+    assert (format_signed(-10.44), format_signed(-0.5), format_signed(3)) == ("−10.4", "−0.50", "+3.00")
+    assert (format_number(None), format_number(1.234, ".2f×"), format_number(0.5, "g")) == (
+        "–",
+        "1.23×",
+        "0.5",
+    )
+    assert format_difference({"difference": None}) == ("–", "–")
     alone = {"difference": {"percent": {"mean": 1.0, "low": None, "high": None}}}
-    assert interval(alone) == ("+1.00%", "–")
+    assert format_difference(alone) == ("+1.00%", "–")
 
 
 def test_report_prints_one_json_object(study: Path) -> None:
@@ -49,7 +53,7 @@ def test_an_incomplete_study_says_so_and_ends_with_1(
     hostile_study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "out", Console(width=80))
-    assert show(rebuild(hostile_study), json=False) == 1
+    assert print_comparison(rebuild_report(hostile_study), json=False) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "symmetric helps: its perplexity is" in said
     assert "! Failed: euler@gpt2 seed 0, euler@gpt2 seed 1, euler@gpt2 seed 2: loss is <nan> & gone" in said

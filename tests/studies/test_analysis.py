@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from qkflow.studies.analysis import RunData, analyse
-from qkflow.studies.grid import Question, build_grid
+from qkflow.studies.analysis import RunData, analyze
+from qkflow.studies.grid import ComparisonConfig, build_grid
 
-ASK = Question(variants=("standard", "euler"), controls=("symmetric",), tokens=2048 * 100)
+ASK = ComparisonConfig(variants=("standard", "euler"), controls=("symmetric",), tokens=2048 * 100)
 NOISE = (0.0, 0.002, -0.001)  # of a pair, so that intervals have a width
 SEEDS = (0.0, 0.05, -0.04)  # shared by all runs of a seed
 
 
-def study(question: Question) -> dict[str, Any]:
+def study(question: ComparisonConfig) -> dict[str, Any]:
     grid = build_grid(question)
-    contestants = [one.to_dict() for one in grid.contestants]
-    return {"question": question.to_dict(), "command": "qkflow compare", "contestants": contestants}
+    arms = [one.to_dict() for one in grid.arms]
+    return {"config": question.to_dict(), "command": "qkflow compare", "arms": arms}
 
 
 def run(cell: str, seed: int, loss: float, **more: Any) -> RunData:
@@ -46,14 +46,14 @@ def run(cell: str, seed: int, loss: float, **more: Any) -> RunData:
     return RunData(f"{cell}.{seed}", "compare", cell, seed, 3e-3, 204800, result, metrics)
 
 
-def summary(final: dict[str, float | list[float]], question: Question = ASK) -> dict[str, Any]:
+def summary(final: dict[str, float | list[float]], question: ComparisonConfig = ASK) -> dict[str, Any]:
     """Analyse a study in which each cell ends at the given loss (plus what its seeds add)."""
     runs = []
     for i, (cell, loss) in enumerate(final.items()):
         for seed in range(question.seeds):
             value = loss[seed] if isinstance(loss, list) else loss + SEEDS[seed] + NOISE[(seed + i) % 3]
             runs.append(run(cell, seed, value))
-    found = analyse(study(question), runs)
+    found = analyze(study(question), runs)
     json.dumps(found, allow_nan=False)
     return found
 
@@ -69,10 +69,10 @@ SYMMETRIC = {"standard@gpt2+symmetric=1": 4.0, "standard@fan_in+symmetric=1": 4.
 def test_a_gain_over_a_badly_started_baseline_is_no_gain() -> None:
     found = summary({**STANDARD, "euler@gpt2": 4.001, "euler@fan_in": 4.2, **SYMMETRIC})
     euler = row(found, "euler")
-    assert found["reference"]["best_start"] == "gpt2"
-    assert euler["best_start"] == "gpt2"
+    assert found["reference"]["best_init"] == "gpt2"
+    assert euler["best_init"] == "gpt2"
     assert euler["verdict"] == "no evidence"
-    same = {one["start"]: one["same_start_difference"]["percent"]["mean"] for one in euler["by_start"]}
+    same = {one["init"]: one["same_init_difference"]["percent"]["mean"] for one in euler["by_init"]}
     assert same["fan_in"] == pytest.approx(100 * math.expm1(-0.1), abs=0.3)
     assert same["gpt2"] == pytest.approx(0.1, abs=0.3)
 
@@ -137,13 +137,13 @@ def test_verdicts_are_corrected_for_all_that_are_judged() -> None:
 
 def test_choosing_the_start_on_the_judged_seeds_is_checked() -> None:
     stable = row(summary({**STANDARD, "euler@gpt2": 3.9, "euler@fan_in": 4.2, **SYMMETRIC}), "euler")
-    assert stable["choice_of_start"]["stable"]
-    assert stable["choice_of_start"]["difference"]["mean"] == stable["difference"]["mean"]
+    assert stable["choice_of_init"]["stable"]
+    assert stable["choice_of_init"]["difference"]["mean"] == stable["difference"]["mean"]
     # Each of euler's starts is lucky on another seed: what the others choose is worse on the one left out.
     torn = summary({**STANDARD, "euler@gpt2": [3.8, 4.2, 4.0], "euler@fan_in": [4.2, 3.8, 4.01], **SYMMETRIC})
     euler = row(torn, "euler")
-    assert not euler["choice_of_start"]["stable"]
-    assert euler["choice_of_start"]["difference"]["mean"] > euler["difference"]["mean"]
+    assert not euler["choice_of_init"]["stable"]
+    assert euler["choice_of_init"]["difference"]["mean"] > euler["difference"]["mean"]
     assert any("depends on the seeds for euler" in note for note in torn["notes"])
 
 
@@ -155,9 +155,9 @@ def test_a_cell_that_lost_a_seed_never_beats_one_that_kept_all() -> None:
     failed = replace(run("standard@gpt2", 2, 0.0), result={"status": "failed", "error": "loss is not finite"})
     runs += [diverged]
     runs = [failed if (one.cell, one.seed) == ("standard@gpt2", 2) else one for one in runs]
-    found = analyse(study(replace(ASK, controls=())), runs)
-    assert row(found, "euler")["best_start"] == "gpt2"
-    assert found["reference"]["best_start"] == "fan_in"
+    found = analyze(study(replace(ASK, controls=())), runs)
+    assert row(found, "euler")["best_init"] == "gpt2"
+    assert found["reference"]["best_init"] == "fan_in"
     assert found["runs"]["finished"] == 10
     assert [one["cell"] for one in found["runs"]["failed"]] == ["standard@gpt2", "euler@fan_in"]
     assert any("standard@gpt2 seed 2: loss is not finite" in note for note in found["notes"])
@@ -167,20 +167,20 @@ def test_too_few_pairs_give_no_verdict_and_no_runs_no_reference() -> None:
     runs = [run(cell, seed, 4.0 + NOISE[seed]) for cell in STANDARD for seed in range(3)]
     runs += [run("euler@gpt2", seed, 3.0) for seed in range(2)]
     unfinished = RunData("x", "compare", "euler@gpt2", 2, 3e-3, 204800, None, {})
-    found = analyse(study(replace(ASK, controls=())), [*runs, unfinished])
+    found = analyze(study(replace(ASK, controls=())), [*runs, unfinished])
     assert row(found, "euler")["verdict"] == "no verdict"
     assert any("not complete: 1 of 9" in note for note in found["notes"])
-    empty = analyse(study(ASK), [])
+    empty = analyze(study(ASK), [])
     assert empty["reference"] is None
     assert "nothing to compare with" in empty["headline"]
 
 
 def test_the_symmetric_start_as_the_reference_itself() -> None:
-    question = replace(ASK, starts=("fan_in", "fan_in+symmetric=1"), variants=("euler",))
+    question = replace(ASK, inits=("fan_in", "fan_in+symmetric=1"), variants=("euler",))
     final = {"standard@fan_in": 4.3, "standard@fan_in+symmetric=1": 4.0, "euler@fan_in": 4.2,
              "euler@fan_in+symmetric=1": 4.0}  # fmt: skip
     found = summary(final, question)  # type: ignore[arg-type]
-    assert found["reference"]["best_start"] == "fan_in+symmetric=1"
+    assert found["reference"]["best_init"] == "fan_in+symmetric=1"
     assert row(found, "symmetric")["verdict"] == "reference"
     assert row(found, "euler")["verdict"] == "no evidence"
 
@@ -189,8 +189,8 @@ def test_ratios_and_mixed_commits() -> None:
     runs = [run("standard@gpt2", seed, 4.0 + SEEDS[seed]) for seed in range(3)]
     runs += [run("euler@gpt2", s, 3.9 + 2 * SEEDS[s], step_seconds=0.12, commit="def") for s in range(3)]
     runs += [run("standard@gpt2+symmetric=1", s, 4.0, step_seconds=0.3) for s in range(3)]
-    question = replace(ASK, starts=("gpt2",), controls=("symmetric",))
-    found = analyse(study(question), runs)
+    question = replace(ASK, inits=("gpt2",), controls=("symmetric",))
+    found = analyze(study(question), runs)
     euler = row(found, "euler")
     assert row(found, "symmetric")["step_time_ratio"] == 1  # the same model, on a busy machine
     assert euler["step_time_ratio"] == pytest.approx(1.2)

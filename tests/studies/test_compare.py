@@ -11,10 +11,16 @@ import pytest
 import yaml
 
 from qkflow.errors import InputError
-from qkflow.studies import Comparison, compare, rebuild
-from qkflow.studies.compare import Cost, affordable_steps, read_question
-from qkflow.studies.grid import CALIBRATION_SEEDS, CALIBRATION_STEPS, TUNING_SEED, Question, build_grid
-from qkflow.studies.runner.study_dir import StudyFolder
+from qkflow.studies import Comparison, compare, rebuild_report
+from qkflow.studies.compare import TrainingCost, affordable_steps, parse_comparison_config
+from qkflow.studies.grid import (
+    CALIBRATION_SEEDS,
+    CALIBRATION_STEPS,
+    TUNING_SEED,
+    ComparisonConfig,
+    build_grid,
+)
+from qkflow.studies.runner.study_dir import StudyDir
 from toy_study import TOY
 
 
@@ -48,9 +54,9 @@ def test_says_what_helps_and_what_failed_and_finishes_the_rest(answer: Compariso
 
 def test_the_reference_is_the_best_started_standard_model(answer: Comparison) -> None:
     reference = answer.summary["reference"]
-    losses = {start["start"]: start["loss"] for start in reference["by_start"]}
+    losses = {start["init"]: start["loss"] for start in reference["by_init"]}
     assert set(losses) == {"gpt2", "fan_in"}
-    assert losses[reference["best_start"]] == min(losses.values()) == reference["loss"]
+    assert losses[reference["best_init"]] == min(losses.values()) == reference["loss"]
 
 
 def test_leaves_every_output(answer: Comparison) -> None:
@@ -80,7 +86,7 @@ def test_asked_again_only_failures_are_tried_again_and_more_may_be_asked(answer:
     assert {run.split(".")[0] for run in after.keys() - before.keys()} == {"drift-gpt2"}
     assert more.summary["variants"][0]["loss_by_seed"] == answer.summary["variants"][0]["loss_by_seed"]
     assert {row["variant"] for row in more.rows} == {"standard", "euler", "broken@gpt2", "drift@gpt2"}
-    assert rebuild(answer.folder).summary == more.summary
+    assert rebuild_report(answer.folder).summary == more.summary
 
 
 def test_another_question_is_not_written_over_the_first(answer: Comparison) -> None:
@@ -89,7 +95,7 @@ def test_another_question_is_not_written_over_the_first(answer: Comparison) -> N
 
 
 def test_learning_rates_are_tuned_on_a_seed_apart(tmp_path: Path) -> None:
-    ask = {"variants": "euler@gpt2", "starts": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    ask = {"variants": "euler@gpt2", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
     found = compare("toy", out=tmp_path / "s", tune_lr=True, lr_factors="0.01,1", **ask)
     tried = {row["cell"]: row for row in found.summary["learning_rates"]}
     assert set(tried) == {"standard@gpt2", "euler@gpt2"}
@@ -105,7 +111,7 @@ def test_learning_rates_are_tuned_on_a_seed_apart(tmp_path: Path) -> None:
 
 
 def test_equal_flops_give_the_dearer_model_fewer_tokens(tmp_path: Path) -> None:
-    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, "match": "flops", **TOY}
+    ask = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "match": "flops", **TOY}
     found = compare("toy", out=tmp_path / "s", **ask)
     tokens = {row["variant"]: row["tokens"] for row in found.rows}
     assert tokens == {"standard": 640, "euler": 512}  # the toy counts 1.25 times the FLOPs for euler
@@ -117,26 +123,31 @@ def test_equal_flops_give_the_dearer_model_fewer_tokens(tmp_path: Path) -> None:
 
 def test_minutes_become_tokens(tmp_path: Path) -> None:
     """Measured costs are planted as finished runs, so that nothing depends on this machine's speed."""
-    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, "minutes": 0.2}
-    settings = {k: v for k, v in TOY.items() if k in Question.__dataclass_fields__} | ask | {"tokens": None}
-    grid, folder = build_grid(read_question("toy", settings), TOY["parts"]), StudyFolder(tmp_path / "s")
+    ask = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "minutes": 0.2}
+    settings = (
+        {k: v for k, v in TOY.items() if k in ComparisonConfig.__dataclass_fields__} | ask | {"tokens": None}
+    )
+    grid, folder = (
+        build_grid(parse_comparison_config("toy", settings), TOY["parts"]),
+        StudyDir(tmp_path / "s"),
+    )
     tokens = dict.fromkeys(("standard", "euler"), CALIBRATION_STEPS * 32)
-    for run in grid.runs("calibrate", CALIBRATION_SEEDS, tokens=tokens):
+    for run in grid.build_runs("calibrate", CALIBRATION_SEEDS, tokens_by_model=tokens):
         result = {"status": "finished", "step_seconds": 0.5, "flops_per_token": 1.0}
-        folder.run(run.id).write_config(run.config)
-        (folder.run(run.id).path / "result.json").write_text(json.dumps(result))
-    folder.save({"question": grid.question.to_dict(), "contestants": [], "budgets": {}, "runs": []})
+        folder.run_dir(run.id).write_config(run.config)
+        (folder.run_dir(run.id).path / "result.json").write_text(json.dumps(result))
+    folder.save({"config": grid.config.to_dict(), "arms": [], "budgets": {}, "runs": []})
     found = compare("toy", out=tmp_path / "s", **{**TOY, **ask, "tokens": None}, jobs=2)
     assert {row["variant"]: row["tokens"] for row in found.rows} == {"standard": 24 * 32, "euler": 24 * 32}
     assert folder.load()["budgets"] == {"standard": 768, "euler": 768}
 
 
 def test_minutes_are_shared_out_over_runs_and_jobs() -> None:
-    cost = Cost(step_seconds=0.1, flops_per_token=1.0, around=2.0)
+    cost = TrainingCost(step_seconds=0.1, flops_per_token=1.0, overhead_seconds=2.0)
     # 10 runs, 4 at a time, are 3 rounds of 20 s, 2 s of which go around the steps.
-    assert affordable_steps(1.0, runs=10, jobs=4, cost=cost) == 180
+    assert affordable_steps(1.0, n_runs=10, jobs=4, cost=cost) == 180
     with pytest.raises(InputError, match=r"too short for 10 runs, 1 at a time; give at least 0\.67"):
-        affordable_steps(0.5, runs=10, jobs=1, cost=cost)
+        affordable_steps(0.5, n_runs=10, jobs=1, cost=cost)
 
 
 def test_a_corpus_that_cannot_be_prepared_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -188,24 +199,24 @@ def _without(key: str, part: str | None = None) -> Any:
     ("harm", "hint"),
     [
         (_without("confidence", "question"), "'question' does not say 'confidence'"),
-        (_without("cells", "contestants"), "'contestants' does not say 'cells'"),
+        (_without("cells", "arms"), "'arms' does not say 'cells'"),
         (_without("seed", "runs"), "'runs' does not say 'seed'"),
-        (lambda study: {**study, "question": 5}, "is not what `qkflow compare` writes"),
+        (lambda study: {**study, "config": 5}, "is not what `qkflow compare` writes"),
         (lambda study: {**study, "runs": [5]}, "runs' must be a mapping"),
-        (lambda study: {**study, "question": {**study["question"], "confidence": "x"}}, "must be a number"),
+        (lambda study: {**study, "config": {**study["config"], "confidence": "x"}}, "must be a number"),
     ],
 )
 def test_a_damaged_study_is_one_sentence(answer: Comparison, harm: Any, hint: str, tmp_path: Path) -> None:
     study = harm(yaml.safe_load((answer.folder / "study.yaml").read_text()))
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     with pytest.raises(InputError, match=hint):
-        rebuild(tmp_path)
+        rebuild_report(tmp_path)
 
 
 def test_a_study_that_is_no_text_or_has_lost_its_budgets(answer: Comparison, tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_bytes(b"question: \xff\xfe")
     with pytest.raises(InputError, match=r"study\.yaml is not a text file"):
-        rebuild(tmp_path)
+        rebuild_report(tmp_path)
     study = _without("budgets")(yaml.safe_load((answer.folder / "study.yaml").read_text()))
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
     with pytest.raises(InputError, match="budgets' must be a mapping"):
@@ -214,7 +225,7 @@ def test_a_study_that_is_no_text_or_has_lost_its_budgets(answer: Comparison, tmp
 
 def test_what_a_worker_calls_bad_input_stops_the_comparison(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="picky@gpt2: option 'm' of coupling 'picky' is unknown"):
-        compare("toy", variants="picky", starts="gpt2", out=tmp_path / "s", jobs=1, **TOY)
+        compare("toy", variants="picky", inits="gpt2", out=tmp_path / "s", jobs=1, **TOY)
 
 
 def test_a_folder_of_something_else_or_in_use_is_refused(tmp_path: Path) -> None:
@@ -224,12 +235,12 @@ def test_a_folder_of_something_else_or_in_use_is_refused(tmp_path: Path) -> None
     with pytest.raises(InputError, match="is a file"):
         compare("toy", variants="euler", out=tmp_path / "notes.txt", **TOY)
     with (
-        StudyFolder(tmp_path / "s").locked(),
+        StudyDir(tmp_path / "s").lock(),
         pytest.raises(InputError, match="another comparison is at work"),
     ):
         compare("toy", variants="euler", out=tmp_path / "s", **TOY)
     with pytest.raises(InputError, match="is not a comparison"):
-        rebuild(tmp_path)
+        rebuild_report(tmp_path)
 
 
 def test_the_corpus_is_prepared_once_and_its_fingerprint_is_part_of_every_run(tmp_path: Path) -> None:
@@ -239,7 +250,7 @@ def test_the_corpus_is_prepared_once_and_its_fingerprint_is_part_of_every_run(tm
         asked.append(question.data)
         return {"fingerprint": "abc"}
 
-    ask = {"variants": "euler", "starts": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    ask = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
     found = compare("toy", out=tmp_path / "s", **{**ask, "prepare": prepare})
     assert asked == ["toy"]
     for run in found.runs:

@@ -12,14 +12,14 @@ import tyro
 from qkflow.cli.commands.compare import compare as command
 from qkflow.config_io import parse_count
 from qkflow.errors import InputError
-from qkflow.studies.compare import default_folder, read_question
-from qkflow.studies.grid import Question, build_grid, run_config
+from qkflow.studies.compare import default_study_dir, parse_comparison_config
+from qkflow.studies.grid import ComparisonConfig, build_grid, build_run_config
 
-ASK = Question(variants=("standard", "euler"), tokens=4096, length=64, batch=4)
+ASK = ComparisonConfig(variants=("standard", "euler"), tokens=4096, seq_len=64, batch_size=4)
 
 
-def cells(question: Question) -> dict[str, list[str]]:
-    return {one.variant.name: [cell.name for cell in one.cells] for one in build_grid(question).contestants}
+def cells(question: ComparisonConfig) -> dict[str, list[str]]:
+    return {one.variant.name: [cell.name for cell in one.cells] for one in build_grid(question).arms}
 
 
 def test_every_variant_and_control_runs_from_every_start() -> None:
@@ -29,12 +29,12 @@ def test_every_variant_and_control_runs_from_every_start() -> None:
         "symmetric": ["standard@gpt2+symmetric=1", "standard@fan_in+symmetric=1"],
         "uncoupled": ["uncoupled@gpt2", "uncoupled@fan_in"],
     }
-    assert [one.role for one in build_grid(ASK).contestants] == ["reference", "variant", "control", "control"]
+    assert [one.role for one in build_grid(ASK).arms] == ["reference", "variant", "control", "control"]
 
 
 def test_standard_also_runs_from_starts_that_variants_are_held_to() -> None:
     held = replace(
-        ASK, variants=("euler@fan_in", "standard@fan_in+symmetric=2"), starts=("gpt2",), controls=()
+        ASK, variants=("euler@fan_in", "standard@fan_in+symmetric=2"), inits=("gpt2",), controls=()
     )
     assert cells(held) == {
         "standard": ["standard@gpt2", "standard@fan_in", "standard@fan_in+symmetric=2"],
@@ -43,44 +43,49 @@ def test_standard_also_runs_from_starts_that_variants_are_held_to() -> None:
 
 
 def test_a_cell_that_stands_for_two_contestants_is_run_once() -> None:
-    twice = replace(ASK, starts=("fan_in", "fan_in+symmetric=1"), variants=("symmetric@fan_in",), controls=())
+    twice = replace(ASK, inits=("fan_in", "fan_in+symmetric=1"), variants=("symmetric@fan_in",), controls=())
     grid = build_grid(twice)
     assert [cell.name for cell in grid.cells] == ["standard@fan_in", "standard@fan_in+symmetric=1"]
-    assert len(grid.runs("compare", range(3), tokens={"standard": 4096})) == 6
+    assert len(grid.build_runs("compare", range(3), tokens_by_model={"standard": 4096})) == 6
 
 
 def test_runs_come_seed_by_seed_with_ids_by_content() -> None:
     grid = build_grid(ASK)
     tokens = dict.fromkeys(("standard", "euler", "uncoupled"), 4096)
-    runs = grid.runs("compare", range(3), tokens=tokens)
+    runs = grid.build_runs("compare", range(3), tokens_by_model=tokens)
     assert [run.seed for run in runs] == [0] * 8 + [1] * 8 + [2] * 8
     assert len({run.id for run in runs}) == 24
     assert {run.steps for run in runs} == {16}
-    again = grid.runs("compare", range(3), tokens=tokens)
+    again = grid.build_runs("compare", range(3), tokens_by_model=tokens)
     assert [run.id for run in again] == [run.id for run in runs]
-    other = build_grid(replace(ASK, lr=1e-3)).runs("compare", range(3), tokens=tokens)
+    other = build_grid(replace(ASK, lr=1e-3)).build_runs("compare", range(3), tokens_by_model=tokens)
     assert not {run.id for run in other} & {run.id for run in runs}
     assert all("/" not in run.id and ":" not in run.id for run in runs)
 
 
 def test_the_config_a_worker_reads() -> None:
     question = replace(ASK, variants=("leapfrog:n=7+differential+slow:P=8+pace=4@fan_in",), controls=())
-    cell = build_grid(question).contestants[1].cells[0]
-    config = run_config(question, cell, seed=2, lr=1e-3, tokens=4096, data={"fingerprint": "abc"})
+    cell = build_grid(question).arms[1].cells[0]
+    config = build_run_config(
+        question, cell, seed=2, lr=1e-3, tokens=4096, data_overrides={"fingerprint": "abc"}
+    )
     slow = config["model"].pop("slow")
-    assert (slow["ratio"], slow["layers"], slow["start"]) == (8, 2, 0.0)
+    assert (slow["ratio"], slow["n_layers"], slow["gate_init"]) == (8, 2, 0.0)
     assert config["model"] == {
         "preset": "tiny",
         "attention": {"coupling": "leapfrog:n=7", "scoring": "differential"},
-        "start": "fan_in",
+        "init": "fan_in",
     }
     assert config["data"] == {
         "corpus": "speeches",
         "tokenizer": "bpe:2048",
-        "length": 64,
+        "seq_len": 64,
         "fingerprint": "abc",
     }
-    assert config["train"].items() >= {"tokens": 4096, "batch": 4, "lr": 1e-3, "seed": 2, "pace": 4.0}.items()
+    assert (
+        config["train"].items()
+        >= {"tokens": 4096, "batch_size": 4, "lr": 1e-3, "seed": 2, "pace": 4.0}.items()
+    )
     json.dumps(config)
 
 
@@ -94,14 +99,14 @@ def test_the_config_a_worker_reads() -> None:
         ({"tokens": None, "minutes": 0.0}, "above zero"),
         ({"tokens": None, "minutes": float("inf")}, "above zero"),
         ({"tokens": 100}, "less than one step"),
-        ({"length": 1}, "--length must be at least 2"),
-        ({"batch": 0}, "--batch must be at least 1"),
+        ({"seq_len": 1}, "--seq-len must be at least 2"),
+        ({"batch_size": 0}, "--batch must be at least 1"),
         ({"lr": 0.0}, "--lr must be a positive number"),
         ({"lr": float("nan")}, "--lr must be a positive number"),
         ({"match": "token"}, "did you mean 'tokens'"),
         ({"confidence": 95.0}, "between 0.5 and 1"),
-        ({"starts": ()}, "no start given"),
-        ({"starts": ("gpt3",)}, "did you mean 'gpt2'"),
+        ({"inits": ()}, "no start given"),
+        ({"inits": ("gpt3",)}, "did you mean 'gpt2'"),
         ({"variants": ("standard",), "controls": ()}, "nothing to compare"),
         ({"tune_lr": True, "lr_factors": (0.5, -1.0)}, "--lr-factors"),
     ],
@@ -138,20 +143,20 @@ def test_refuses_other_counts(text: str) -> None:
 
 def test_an_unknown_setting_is_refused_with_the_nearest() -> None:
     with pytest.raises(InputError, match="did you mean 'variants'"):
-        read_question("speeches", {"variant": "euler"})
+        parse_comparison_config("speeches", {"variant": "euler"})
 
 
 @pytest.mark.parametrize(
     "question",
     [
         ASK,
-        replace(ASK, data="my texts/*.txt#body", controls=(), verdict=False, seeds=1, starts=("mimetic",)),
+        replace(ASK, data="my texts/*.txt#body", controls=(), verdict=False, seeds=1, inits=("mimetic",)),
         replace(ASK, tokens=None, minutes=2.5, tune_lr=True, lr_factors=(0.25, 1.0), match="time", lr=1e-4),
     ],
 )
-def test_the_printed_command_asks_the_same_question(question: Question) -> None:
+def test_the_printed_command_asks_the_same_question(question: ComparisonConfig) -> None:
     """The command a report shows goes through the real command line and comes back as the same question."""
-    words = shlex.split(question.command("some folder"))
+    words = shlex.split(question.to_command("some folder"))
     assert words[:2] == ["qkflow", "compare"]
 
     @functools.wraps(command)
@@ -160,10 +165,10 @@ def test_the_printed_command_asks_the_same_question(question: Question) -> None:
 
     given = tyro.cli(record, args=words[2:], config=(tyro.conf.FlagCreatePairsOff,))
     assert str(given["out"]) == "some folder"
-    asked = {name: value for name, value in given.items() if name in Question.__dataclass_fields__}
-    assert read_question(asked.pop("data"), asked) == question
+    asked = {name: value for name, value in given.items() if name in ComparisonConfig.__dataclass_fields__}
+    assert parse_comparison_config(asked.pop("data"), asked) == question
 
 
 def test_the_same_question_has_the_same_folder() -> None:
-    assert str(default_folder(replace(ASK, data="../my texts/*.txt"))) == "runs/my-texts-.txt-tiny-4096"
-    assert default_folder(ASK) == default_folder(replace(ASK, seeds=9))
+    assert str(default_study_dir(replace(ASK, data="../my texts/*.txt"))) == "runs/my-texts-.txt-tiny-4096"
+    assert default_study_dir(ASK) == default_study_dir(replace(ASK, seeds=9))

@@ -5,17 +5,17 @@ import pytest
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig, preset
 from qkflow.models.cost import flops_per_token
-from qkflow.roles import freeze
-from qkflow.studies.slow_path_variants import variant
+from qkflow.roles import freeze_roles
+from qkflow.studies.slow_path_variants import slow_path_variant
 
-TINY = {"preset": "tiny", "attention": {"coupling": "euler"}, "start": "fan_in"}
+TINY = {"preset": "tiny", "attention": {"coupling": "euler"}, "init": "fan_in"}
 
 
 def built(name, base=TINY, length=128):
-    changes = variant(name, base, length)
+    changes = slow_path_variant(name, base, length)
     values = {**base, **changes.model}
     model = Decoder(preset(values.pop("preset"), **values), seed=0)
-    freeze(model, changes.train.get("freeze", []))
+    freeze_roles(model, changes.train.get("freeze", []))
     return model, changes
 
 
@@ -46,16 +46,18 @@ def test_each_ablation_changes_what_it_says(name, start, freezes):
 
 
 def test_options_follow_the_name_and_a_slow_path_already_there_is_kept():
-    assert variant("slow:P=4:inject=each:gate=vector", TINY, 128).model["slow"] == {
-        "ratio": 4, "layers": 2, "hidden": None, "gate": "vector", "start": 0.0, "inject": "each",
+    assert slow_path_variant("slow:P=4:inject=each:gate=vector", TINY, 128).model["slow"] == {
+        "ratio": 4, "n_layers": 2, "hidden_dim": None, "gate": "vector", "gate_init": 0.0, "inject": "each",
         "output": "drawn", "attention": {},
     }  # fmt: skip
-    base = preset("tiny", slow={"ratio": 3, "layers": 1, "start": 0.5, "attention": {"coupling": "drift"}})
-    kept = variant("slow:frozen:layers=4", base, 128).model["slow"]
-    assert (kept["ratio"], kept["layers"], kept["start"]) == (3, 4, 0.5)
+    base = preset(
+        "tiny", slow={"ratio": 3, "n_layers": 1, "gate_init": 0.5, "attention": {"coupling": "drift"}}
+    )
+    kept = slow_path_variant("slow:frozen:layers=4", base, 128).model["slow"]
+    assert (kept["ratio"], kept["n_layers"], kept["gate_init"]) == (3, 4, 0.5)
     assert kept["attention"] == {"coupling": "drift"}
-    assert variant("slow:closed", base, 128).model["slow"]["start"] == 0.0
-    assert variant("dense-matched", base, 128).model["slow"] is None
+    assert slow_path_variant("slow:closed", base, 128).model["slow"]["gate_init"] == 0.0
+    assert slow_path_variant("dense-matched", base, 128).model["slow"] is None
 
 
 @pytest.mark.parametrize(
@@ -80,10 +82,10 @@ def test_dense_matched_spends_the_same_compute_at_token_rate(options, length):
 @pytest.mark.parametrize("name", ["small", "60m"])
 def test_dense_matched_holds_at_every_size(name):
     base = preset(name)
-    slow = ModelConfig.from_dict({**base.to_dict(), **variant("slow", base, 512).model})
-    dense = ModelConfig.from_dict({**base.to_dict(), **variant("dense-matched", base, 512).model})
+    slow = ModelConfig.from_dict({**base.to_dict(), **slow_path_variant("slow", base, 512).model})
+    dense = ModelConfig.from_dict({**base.to_dict(), **slow_path_variant("dense-matched", base, 512).model})
     assert flops_per_token(dense, 512) == pytest.approx(flops_per_token(slow, 512), rel=0.01)
-    assert dense.hidden_size % 8 == 0
+    assert dense.resolved_hidden_dim % 8 == 0
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,10 @@ def test_dense_matched_holds_at_every_size(name):
 )
 def test_bad_names_are_refused(name, message):
     with pytest.raises(InputError, match=message):
-        variant(name, TINY, 128)
+        slow_path_variant(name, TINY, 128)
 
 
 def test_a_model_too_narrow_to_match_is_refused():
-    base = {"vocabulary": 8, "layers": 8, "width": 2, "heads": 1, "feed_forward": "gelu"}
+    base = {"vocab_size": 8, "n_layers": 8, "dim": 2, "n_heads": 1, "feed_forward": "gelu"}
     with pytest.raises(InputError, match="dense-matched needs a wider model"):
-        variant("dense-matched:layers=1", base, 16)
+        slow_path_variant("dense-matched:layers=1", base, 16)

@@ -12,11 +12,11 @@ from scipy import stats
 
 from qkflow.studies.stats import (
     bootstrap_interval,
-    first_reach,
-    holm,
+    first_crossing,
+    holm_correction,
     mean_curve,
     paired_difference,
-    percent_perplexity,
+    perplexity_percent_change,
     t_interval,
     variance_ratio,
 )
@@ -53,7 +53,7 @@ def test_bootstrap_covers_skewed_data_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(2)
     trials, covered = 200, 0
     for i in range(trials):
-        low, high = bootstrap_interval(rng.exponential(size=30), 0.9, seed=i, resamples=500)
+        low, high = bootstrap_interval(rng.exponential(size=30), 0.9, seed=i, n_resamples=500)
         covered += low <= 1.0 <= high  # type: ignore[operator]
     assert 0.80 < covered / trials < 0.96
 
@@ -84,15 +84,15 @@ def test_unpaired_or_empty_is_refused() -> None:
 
 
 def test_holm_on_a_worked_example() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.02, None, 0.5]) == [pytest.approx(0.04), None, pytest.approx(0.5)]
-    assert holm([]) == []
+    assert holm_correction([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm_correction([0.02, None, 0.5]) == [pytest.approx(0.04), None, pytest.approx(0.5)]
+    assert holm_correction([]) == []
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_holm_keeps_the_order_and_lies_between_no_correction_and_bonferroni(p: list[float]) -> None:
-    adjusted = [value for value in holm(p) if value is not None]
+    adjusted = [value for value in holm_correction(p) if value is not None]
     order = np.argsort(p, kind="stable")
     assert [adjusted[i] for i in order] == sorted(adjusted)
     assert all(raw <= value <= 1 for raw, value in zip(p, adjusted, strict=True))
@@ -102,7 +102,7 @@ def test_holm_keeps_the_order_and_lies_between_no_correction_and_bonferroni(p: l
 
 def test_holm_keeps_false_alarms_of_a_family_below_the_level() -> None:
     rng = np.random.default_rng(4)
-    alarms = sum(min(holm(list(rng.uniform(size=6)))) < 0.05 for _ in range(2000))  # type: ignore[type-var]
+    alarms = sum(min(holm_correction(list(rng.uniform(size=6)))) < 0.05 for _ in range(2000))  # type: ignore[type-var]
     assert alarms / 2000 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
 
 
@@ -121,12 +121,12 @@ def test_variance_ratio_has_the_f_interval() -> None:
 
 def test_first_reach_interpolates_and_knows_never() -> None:
     x, loss = [0.0, 100.0, 200.0, 300.0], [5.0, 4.0, 4.2, 3.0]
-    assert first_reach(x, loss, 4.5) == pytest.approx(50)
-    assert first_reach(x, loss, 4.0) == pytest.approx(100)
-    assert first_reach(x, loss, 3.6) == pytest.approx(250)  # between 4.2 and 3.0: after the bump
-    assert first_reach(x, loss, 6.0) == 0.0
-    assert first_reach(x, loss, 2.9) is None
-    assert first_reach([], [], 1.0) is None
+    assert first_crossing(x, loss, 4.5) == pytest.approx(50)
+    assert first_crossing(x, loss, 4.0) == pytest.approx(100)
+    assert first_crossing(x, loss, 3.6) == pytest.approx(250)  # between 4.2 and 3.0: after the bump
+    assert first_crossing(x, loss, 6.0) == 0.0
+    assert first_crossing(x, loss, 2.9) is None
+    assert first_crossing([], [], 1.0) is None
 
 
 def test_mean_curve_keeps_the_steps_all_seeds_have() -> None:
@@ -137,7 +137,7 @@ def test_mean_curve_keeps_the_steps_all_seeds_have() -> None:
 
 
 def test_per_cent_of_perplexity() -> None:
-    assert percent_perplexity(math.log(0.9)) == pytest.approx(-10)
-    assert percent_perplexity(None) is None
-    assert percent_perplexity(-1e9) == -100
-    assert percent_perplexity(1e9) is None
+    assert perplexity_percent_change(math.log(0.9)) == pytest.approx(-10)
+    assert perplexity_percent_change(None) is None
+    assert perplexity_percent_change(-1e9) == -100
+    assert perplexity_percent_change(1e9) is None

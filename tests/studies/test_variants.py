@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from qkflow.attention import Start
+from qkflow.attention import InitScheme
 from qkflow.errors import InputError
 from qkflow.studies.variants import (
-    Parts,
+    ComponentRegistry,
     Variant,
     parse_variant,
     parse_variants,
-    registered_parts,
+    registered_components,
 )
 
-GPT2, FAN_IN, MIMETIC = Start("gpt2"), Start("fan_in"), Start.parse("mimetic")
+GPT2, FAN_IN, MIMETIC = InitScheme("gpt2"), InitScheme("fan_in"), InitScheme.parse("mimetic")
 
 
 @pytest.mark.parametrize(
@@ -25,16 +25,16 @@ GPT2, FAN_IN, MIMETIC = Start("gpt2"), Start("fan_in"), Start.parse("mimetic")
         ("leapfrog:n=7:conservative=true", Variant(coupling="leapfrog:n=7:conservative=true")),
         ("affine+differential", Variant(coupling="affine", scoring="differential")),
         ("differential+affine", Variant(coupling="affine", scoring="differential")),
-        ("slow:closed", Variant(timescale="slow:closed")),
-        ("slow:warm-gate", Variant(timescale="slow:warm-gate")),
-        ("dense-matched", Variant(timescale="dense-matched")),
-        ("euler+slow:P=8", Variant(coupling="euler", timescale="slow:P=8")),
+        ("slow:closed", Variant(slow_path="slow:closed")),
+        ("slow:warm-gate", Variant(slow_path="slow:warm-gate")),
+        ("dense-matched", Variant(slow_path="dense-matched")),
+        ("euler+slow:P=8", Variant(coupling="euler", slow_path="slow:P=8")),
         ("standard+pace=4", Variant(pace="4")),
         ("euler+pace=0.5", Variant(coupling="euler", pace="0.5")),
         ("symmetric", Variant(symmetric="1")),
         ("symmetric:c=3", Variant(symmetric="3")),
-        ("euler@fan_in", Variant(coupling="euler", start=FAN_IN)),
-        ("standard@fan_in+symmetric=1", Variant(start=Start("fan_in", "symmetric", 1.0))),
+        ("euler@fan_in", Variant(coupling="euler", init=FAN_IN)),
+        ("standard@fan_in+symmetric=1", Variant(init=InitScheme("fan_in", "symmetric", 1.0))),
     ],
 )
 def test_reads_every_form_and_writes_it_back(text: str, variant: Variant) -> None:
@@ -90,7 +90,7 @@ def test_a_number_has_one_spelling(texts: list[str]) -> None:
 
 
 def test_a_registered_name_is_known() -> None:
-    parts = Parts({**registered_parts().names, "coupling": ["swirl"]})
+    parts = ComponentRegistry({**registered_components().names, "coupling": ["swirl"]})
     assert parse_variant("swirl:n=2", parts).coupling == "swirl:n=2"
     with pytest.raises(InputError, match="unknown variant 'euler'"):
         parse_variant("euler", parts)
@@ -100,7 +100,7 @@ def test_options_are_checked_by_their_registry() -> None:
     def check(spec: str) -> None:
         raise InputError(f"no such option in {spec}")
 
-    parts = Parts(registered_parts().names, {"coupling": check})
+    parts = ComponentRegistry(registered_components().names, {"coupling": check})
     assert parse_variant("differential", parts).scoring == "differential"
     with pytest.raises(InputError, match="no such option in leapfrog:m=7"):
         parse_variant("leapfrog:m=7", parts)
@@ -108,17 +108,17 @@ def test_options_are_checked_by_their_registry() -> None:
 
 def test_where_a_variant_starts_from() -> None:
     asked = [GPT2, FAN_IN]
-    assert parse_variant("euler").starts(asked) == asked
-    assert parse_variant("euler@mimetic").starts(asked) == [MIMETIC]
-    symmetric = parse_variant("symmetric:c=3").starts([*asked, MIMETIC])
+    assert parse_variant("euler").resolve_inits(asked) == asked
+    assert parse_variant("euler@mimetic").resolve_inits(asked) == [MIMETIC]
+    symmetric = parse_variant("symmetric:c=3").resolve_inits([*asked, MIMETIC])
     assert [str(start) for start in symmetric] == ["gpt2+symmetric=3", "fan_in+symmetric=3"]
     with pytest.raises(InputError, match="needs a plain start"):
-        parse_variant("symmetric").starts([MIMETIC])
+        parse_variant("symmetric").resolve_inits([MIMETIC])
 
 
 def test_the_model_is_what_is_left_without_its_start() -> None:
-    assert parse_variant("symmetric@fan_in").model == "standard"
-    assert parse_variant("euler+pace=4@gpt2").model == "euler+pace=4"
+    assert parse_variant("symmetric@fan_in").model_name == "standard"
+    assert parse_variant("euler+pace=4@gpt2").model_name == "euler+pace=4"
 
 
 @pytest.mark.parametrize(
@@ -133,5 +133,5 @@ def test_the_model_is_what_is_left_without_its_start() -> None:
     ],
 )
 def test_starts_have_one_spelling(text: str, canonical: str) -> None:
-    assert str(Start.parse(text)) == canonical
-    assert Start.parse(canonical) == Start.parse(text)
+    assert str(InitScheme.parse(text)) == canonical
+    assert InitScheme.parse(canonical) == InitScheme.parse(text)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from qkflow.errors import InputError
-from qkflow.training.checkpoint import Checkpoints, DiskFullError, load
-from qkflow.training.distributed import Team
+from qkflow.training.checkpoint import CheckpointManager, DiskFullError, load_checkpoint
+from qkflow.training.distributed import DistContext
 
-TEAM = Team(torch.device("cpu"))
+TEAM = DistContext(torch.device("cpu"))
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def notes():
 
 @pytest.fixture
 def checkpoints(tmp_path, notes):
-    return Checkpoints(tmp_path / "checkpoints", "config", 2, TEAM, notes.append)
+    return CheckpointManager(tmp_path / "checkpoints", "config", 2, TEAM, notes.append)
 
 
 def tensors(value=0.0):
@@ -39,7 +39,7 @@ def save(checkpoints, *steps):
 
 def loaded(checkpoint):
     found = tensors()
-    load(checkpoint, found)
+    load_checkpoint(checkpoint, found)
     return float(found["model.weight"][0, 0]), float(found["optimizer.steps"])
 
 
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(checkpoints, n
 
 def test_a_checkpoint_of_another_config_is_refused(checkpoints, tmp_path):
     save(checkpoints, 1)
-    other = Checkpoints(checkpoints.folder, "other", 2, TEAM, print)
+    other = CheckpointManager(checkpoints.folder, "other", 2, TEAM, print)
     with pytest.raises(InputError, match="was made with another config"):
         other.latest()
 
@@ -139,5 +139,5 @@ def test_no_room_is_said_before_training_begins(run_folder, monkeypatch):
     folder = run_folder()
     disk = shutil.disk_usage(folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=1000))
-    assert worker.main([str(folder)]) == worker.FAILED
+    assert worker.main([str(folder)]) == worker.EXIT_FAILED
     assert not (folder / "metrics.jsonl").exists()

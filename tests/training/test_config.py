@@ -35,7 +35,7 @@ def test_counts(text, number):
         ({"train": {"lr": -1}}, "train.lr must be above zero"),
         ({"train": {"tokens": "a few"}}, "train.tokens must be a whole number"),
         ({"train": {"tokens": 5, "steps": 5}}, "not tokens and steps together"),
-        ({"train": {"batch": 6, "accumulate": 4}}, "cannot be accumulated"),
+        ({"train": {"batch_size": 6, "accumulate": 4}}, "cannot be accumulated"),
         ({"train": {"writers": ["mlflow"]}}, "known: tensorboard, trackio, wandb"),
         (
             {"train": {"writers": "wandb"}},
@@ -45,7 +45,7 @@ def test_counts(text, number):
         ({"train": {"seed": 2**64}}, r"train.seed must lie between -2\^63 and 2\^64"),
         ({"train": {"tokens": "1e999"}}, "train.tokens must be a whole number"),
         ({"train": {"lr": 10**400}}, "train.lr must be a number"),
-        ({"model": {"vocabulary": "x"}}, "model.vocabulary must be a whole number, not 'x'"),
+        ({"model": {"vocabulary": "x"}}, "model.vocab_size must be a whole number, not 'x'"),
         ({"data": {"corpos": "x"}}, "did you mean 'corpus'"),
         ({"model": {"layerz": 2}}, "did you mean 'layers'"),
         ({"model": {"attention": {"copling": "euler"}}}, "did you mean 'coupling'"),
@@ -77,13 +77,13 @@ def test_only_what_decides_the_result_counts_for_the_fingerprint(settings):
         return RunConfig.from_dict(settings(**options)).fingerprint(data)
 
     assert fingerprint() == fingerprint(save_every=3, keep=9, eval_every=2, device="cpu", compile=True)
-    for changed in ({"lr": 1e-4}, {"seed": 1}, {"model": {"width": 32}}, {"data": {"length": 8}}):
+    for changed in ({"lr": 1e-4}, {"seed": 1}, {"model": {"dim": 32}}, {"data": {"seq_len": 8}}):
         assert fingerprint(**changed) != fingerprint()
-    assert fingerprint(data="others") != fingerprint()
+    assert fingerprint(data_fingerprint="others") != fingerprint()
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(settings):
-    config = RunConfig.from_dict(settings(model={"vocabulary": 100}))
+    config = RunConfig.from_dict(settings(model={"vocab_size": 100}))
     with pytest.raises(InputError, match="too few for the tokenizer's 257 tokens"):
         config.model_config(257)
-    assert RunConfig.from_dict(settings(model={"vocabulary": 512})).model_config(257).vocabulary == 512
+    assert RunConfig.from_dict(settings(model={"vocab_size": 512})).model_config(257).vocab_size == 512

@@ -16,9 +16,9 @@ def losses(folder):
 
 
 def test_one_and_two_processes_and_moves_between_them(run_folder):
-    options = {"steps": 8, "batch": 8, "accumulate": 2, "log_every": 1, "save_every": 3, "keep": 1}
+    options = {"steps": 8, "batch_size": 8, "accumulate": 2, "log_every": 1, "save_every": 3, "keep": 1}
     one, ddp, narrowed, widened = (
-        run_folder(name, model={"layers": 2}, **options) for name in ("one", "ddp", "narrowed", "widened")
+        run_folder(name, model={"n_layers": 2}, **options) for name in ("one", "ddp", "narrowed", "widened")
     )
     lives = [
         f"{one}:1:none:0",

@@ -11,11 +11,11 @@ import torch
 
 from qkflow.errors import InputError
 from qkflow.models import Decoder
-from qkflow.studies.runner.study_dir import RunFolder
-from qkflow.training import Listener, NonFiniteError, RunConfig, load_model, loop, train, worker
-from qkflow.training.checkpoint import verify
-from qkflow.training.metrics_log import Metrics, read_rows
-from qkflow.training.run_dir import alone_in
+from qkflow.studies.runner.study_dir import RunDir
+from qkflow.training import Callback, NonFiniteError, RunConfig, load_model, loop, train, worker
+from qkflow.training.checkpoint import verify_checkpoint
+from qkflow.training.metrics_log import MetricsLog, read_rows
+from qkflow.training.run_dir import lock_run_dir
 
 
 def run(folder, listener=None):
@@ -102,8 +102,8 @@ def test_variants_of_a_seed_share_their_start_and_their_batches(settings, run_fo
     assert all(torch.equal(plain[name], coupled[name]) for name in plain)
     assert not torch.equal(plain["embedding.weight"], other["embedding.weight"])
 
-    class Seen(Listener):
-        def begin(self, run):
+    class Seen(Callback):
+        def on_start(self, run):
             self.batches = [run.windows.batch(step).tolist() for step in range(3)]
 
     seen = [Seen(), Seen()]
@@ -112,17 +112,17 @@ def test_variants_of_a_seed_share_their_start_and_their_batches(settings, run_fo
     assert seen[0].batches == seen[1].batches
 
 
-class Asks(Listener):
+class Asks(Callback):
     """Asks the run to stop, as a terminal or a scheduler would, when it has made a number of steps."""
 
     def __init__(self, step, number=signal.SIGTERM):
         self.step, self.number, self.said = step, number, []
 
-    def stepped(self, run, loss):
+    def on_step(self, run, loss):
         if run.step == self.step:
             os.kill(os.getpid(), self.number)
 
-    def note(self, text):
+    def on_message(self, text):
         self.said.append(text)
 
 
@@ -130,13 +130,13 @@ class Asks(Listener):
 def test_asked_to_stop_it_saves_and_goes_on_bit_for_bit(run_folder, number, capsys):
     undisturbed, stopped = run_folder("undisturbed"), run_folder("stopped")
     run(undisturbed)
-    assert worker.work(stopped, Asks(4, number)) == worker.INTERRUPTED
+    assert worker.run_worker(stopped, Asks(4, number)) == worker.EXIT_INTERRUPTED
     assert "stopped at step 4, and its state is saved: the same command goes on" in capsys.readouterr().err
     assert not (stopped / "result.json").exists()
     with pytest.raises(InputError, match="is not finished: `qkflow train"):
         load_model(stopped)
     later = Asks(step=None)
-    assert worker.work(stopped, later) == worker.FINISHED
+    assert worker.run_worker(stopped, later) == worker.EXIT_FINISHED
     assert later.said == ["going on from step 4"]
     assert_same_weights(undisturbed, stopped)
 
@@ -155,28 +155,28 @@ def test_a_signal_ends_the_preparation_of_data_at_once(run_folder, monkeypatch):
 def test_a_run_whose_result_is_damaged_is_made_again(run_folder, content):
     folder = run_folder(steps=1)
     (folder / "result.json").write_bytes(content)
-    assert RunFolder(folder).result() is None
-    assert worker.main([str(folder)]) == worker.FINISHED
+    assert RunDir(folder).result() is None
+    assert worker.main([str(folder)]) == worker.EXIT_FINISHED
     assert json.loads((folder / "result.json").read_text())["status"] == "finished"
 
 
 def test_a_finished_run_is_not_repeated(run_folder):
     folder = run_folder()
-    assert worker.main([str(folder)]) == worker.FINISHED
+    assert worker.main([str(folder)]) == worker.EXIT_FINISHED
     before = (folder / "result.json").stat().st_mtime_ns
-    assert worker.main([str(folder)]) == worker.FINISHED
+    assert worker.main([str(folder)]) == worker.EXIT_FINISHED
     assert (folder / "result.json").stat().st_mtime_ns == before
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(run_folder, capsys):
     folder = run_folder(lr=1e25, schedule="constant", clip=0, warmup=0, steps=50)
-    assert worker.main([str(folder)]) == worker.FAILED
+    assert worker.main([str(folder)]) == worker.EXIT_FAILED
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "failed"
     for words in ("not finite at step", "learning rate 1e+25", "batch", "of seed 0"):
         assert words in result["error"]
     (checkpoint,) = (folder / "checkpoints").iterdir()
-    assert f"at step {verify(checkpoint).step + 1} " in result["error"]
+    assert f"at step {verify_checkpoint(checkpoint).step + 1} " in result["error"]
     assert all(isinstance(row["loss"], float) for row in rows(folder, "train"))
     # tried again, it fails in the same way, from the state that was kept
     with pytest.raises(NonFiniteError, match="not finite at step"):
@@ -192,11 +192,11 @@ def test_a_budget_of_minutes(run_folder):
 def test_two_runs_in_one_folder(run_folder):
     folder = run_folder()
 
-    class Second(Listener):
-        def begin(self, first):
+    class Second(Callback):
+        def on_start(self, first):
             with (
                 pytest.raises(InputError, match="another process is training in"),
-                alone_in(folder, first.team),
+                lock_run_dir(folder, first.team),
             ):
                 pass
             self.tried = True
@@ -210,9 +210,9 @@ def test_two_runs_in_one_folder(run_folder):
     ("options", "words"),
     [
         ({"data": {"corpus": "nowhere/at-all.txt"}}, "nowhere/at-all.txt"),
-        ({"data": {"length": 100_000}}, "fewer than one window"),
+        ({"data": {"seq_len": 100_000}}, "fewer than one window"),
         ({"data": {"fingerprint": "0" * 16}}, "has changed"),
-        ({"model": {"width": 15}}, "does not divide into"),
+        ({"model": {"dim": 15}}, "does not divide into"),
         ({"device": "cuda:7"}, "no device 'cuda:7'"),
         ({"device": "abacus"}, "is not a device"),
         ({"pace": -1}, "must be above zero"),
@@ -220,7 +220,7 @@ def test_two_runs_in_one_folder(run_folder):
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(run_folder, capsys, options, words):
     folder = run_folder(**options)
-    assert worker.main([str(folder)]) == worker.BAD_INPUT
+    assert worker.main([str(folder)]) == worker.EXIT_BAD_INPUT
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
@@ -228,7 +228,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(run_folder, capsys, option
 
 
 def test_no_folder(tmp_path, capsys):
-    assert worker.main([str(tmp_path / "nowhere")]) == worker.BAD_INPUT
+    assert worker.main([str(tmp_path / "nowhere")]) == worker.EXIT_BAD_INPUT
     assert "there is no" in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
 
@@ -237,7 +237,7 @@ def test_metrics_after_a_kill(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind":"train","step":1,"loss":1.0}\n{"kind":"train","step":2,"loss":0.5}\n{"kind":"tra'
     )
-    metrics = Metrics(tmp_path, after=1)
+    metrics = MetricsLog(tmp_path, resume_step=1)
     metrics.write({"kind": "train", "step": 2, "loss": float("nan"), "list": [1.0, float("inf")]})
     metrics.close()
     assert read_rows(tmp_path / "metrics.jsonl") == [
@@ -255,5 +255,5 @@ def test_rows_go_to_tensorboard_too(run_folder):
 
 def test_a_writer_that_is_not_installed(run_folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert worker.main([str(run_folder(writers=["wandb"]))]) == worker.BAD_INPUT
+    assert worker.main([str(run_folder(writers=["wandb"]))]) == worker.EXIT_BAD_INPUT
     assert 'pip install "qkflow[wandb]"' in capsys.readouterr().err

@@ -6,16 +6,16 @@ from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
 from qkflow.training.optimizer import (
     AdamW,
-    Group,
-    check_cover,
-    clip_gradients,
-    pace_multipliers,
+    ParamGroup,
+    check_param_groups,
+    clip_grad_norm,
+    pace_lr_multipliers,
     parameter_groups,
 )
 
 
 def small_model(**options):
-    return Decoder(preset("tiny", vocabulary=32, layers=2, width=16, heads=2, **options), seed=0)
+    return Decoder(preset("tiny", vocab_size=32, n_layers=2, dim=16, n_heads=2, **options), seed=0)
 
 
 @pytest.mark.parametrize("coupling", ["none", "leapfrog:bias=true", "affine"])
@@ -34,10 +34,10 @@ def test_a_forgotten_or_doubled_parameter_is_an_error():
     groups = parameter_groups(model, 1e-3)
     name, parameter = groups[0].parameters.popitem()
     with pytest.raises(InputError, match=f"no group holds {name}"):
-        check_cover(model, groups)
+        check_param_groups(model, groups)
     groups[0].parameters[name] = groups[1].parameters[name] = parameter
     with pytest.raises(InputError, match="in two groups"):
-        check_cover(model, groups)
+        check_param_groups(model, groups)
     model.extra = nn.Parameter(torch.zeros(2))
     with pytest.raises(InputError, match="no role is declared for extra"):
         parameter_groups(model, 1e-3)
@@ -58,15 +58,15 @@ def test_multipliers_by_role():
 
 def test_pace_makes_the_query_key_circuit_faster():
     model = small_model()
-    assert pace_multipliers(4, model) == {"q": 4.0, "k": 4.0}
-    assert pace_multipliers({"ratio": 4}, model) == {"q": 4.0, "k": 4.0}
-    assert pace_multipliers(None, model) == {}
+    assert pace_lr_multipliers(4, model) == {"q": 4.0, "k": 4.0}
+    assert pace_lr_multipliers({"ratio": 4}, model) == {"q": 4.0, "k": 4.0}
+    assert pace_lr_multipliers(None, model) == {}
     collapsed = small_model(attention={"circuit": "CAFO", "rope": False})
-    assert pace_multipliers(2.0, collapsed) == {"qk": 2.0}
+    assert pace_lr_multipliers(2.0, collapsed) == {"qk": 2.0}
     with pytest.raises(InputError, match="must be above zero"):
-        pace_multipliers(-1, model)
+        pace_lr_multipliers(-1, model)
     with pytest.raises(InputError, match=r"unknown key of train\.pace 'rate'"):
-        pace_multipliers({"rate": 1}, model)
+        pace_lr_multipliers({"rate": 1}, model)
 
 
 def test_the_same_numbers_as_pytorchs_adamw():
@@ -89,7 +89,7 @@ def test_the_same_numbers_as_pytorchs_adamw():
 
 def test_a_parameter_without_a_gradient_stays():
     moving, still = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
-    optimizer = AdamW([Group("q", 0.1, 0.1, parameters={"moving": moving, "still": still})])
+    optimizer = AdamW([ParamGroup("q", 0.1, 0.1, parameters={"moving": moving, "still": still})])
     moving.grad = torch.ones(2, 2)
     optimizer.step()
     assert torch.equal(still, torch.ones(2, 2))
@@ -118,7 +118,7 @@ def test_clipping_equals_pytorchs(limit):
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     for p, q in zip(ours, theirs, strict=True):
         q.grad = p.grad.clone()
-    norm = clip_gradients([p.grad for p in ours], limit)
+    norm = clip_grad_norm([p.grad for p in ours], limit)
     expected = nn.utils.clip_grad_norm_(theirs, limit or float("inf"))
     torch.testing.assert_close(norm, expected)
     for p, q in zip(ours, theirs, strict=True):

@@ -12,7 +12,7 @@ from torch import nn
 
 from qkflow import hf
 from qkflow.errors import InputError
-from qkflow.training.pace import Constant, Increasing, paced, ratio_schedule
+from qkflow.training.pace import ConstantRatio, IncreasingRatio, get_qk_ratio_scheduler, parse_ratio_schedule
 
 
 def optimizer(ratio: float = 1.0) -> torch.optim.Optimizer:
@@ -28,19 +28,19 @@ def learning_rates(found: torch.optim.Optimizer) -> dict[str, float]:
 @given(factor=st.floats(0.1, 100), steps=st.integers(1, 1000), step=st.integers(0, 2000))
 def test_the_increasing_schedule_is_its_formula(factor: float, steps: int, step: int) -> None:
     expected = 1 + (factor - 1) * step / steps if step <= steps else factor
-    assert Increasing(factor, steps)(step) == pytest.approx(expected)
+    assert IncreasingRatio(factor, steps)(step) == pytest.approx(expected)
 
 
 def test_schedules_are_read() -> None:
-    assert ratio_schedule(20, 10) == Constant(20.0)
-    assert ratio_schedule("0.5", 10) == Constant(0.5)
-    assert ratio_schedule("increasing:40", 10) == Increasing(40.0, 10)
-    assert ratio_schedule("increasing:40:steps=5", 10) == Increasing(40.0, 5)
+    assert parse_ratio_schedule(20, 10) == ConstantRatio(20.0)
+    assert parse_ratio_schedule("0.5", 10) == ConstantRatio(0.5)
+    assert parse_ratio_schedule("increasing:40", 10) == IncreasingRatio(40.0, 10)
+    assert parse_ratio_schedule("increasing:40:steps=5", 10) == IncreasingRatio(40.0, 5)
 
     def own(step: int) -> float:
         return 2.0 + step
 
-    assert ratio_schedule(own, 10) is own
+    assert parse_ratio_schedule(own, 10) is own
 
 
 def cosine(step: int) -> float:
@@ -50,8 +50,8 @@ def cosine(step: int) -> float:
 @pytest.mark.parametrize("ratio", [3.0, "increasing:5", lambda step: 1.0 + step % 3])
 def test_a_ratio_composes_with_the_base_schedule(ratio: Any) -> None:
     found = optimizer(ratio=2.0)
-    scheduler = paced(found, ratio, steps=8, base=cosine)
-    schedule = ratio_schedule(ratio, 8)
+    scheduler = get_qk_ratio_scheduler(found, ratio, steps=8, base_schedule=cosine)
+    schedule = parse_ratio_schedule(ratio, 8)
     for step in range(8):
         rates = learning_rates(found)
         assert rates["rest"] == pytest.approx(0.1 * cosine(step))
@@ -62,7 +62,10 @@ def test_a_ratio_composes_with_the_base_schedule(ratio: Any) -> None:
 
 def test_a_schedule_goes_on_where_it_was() -> None:
     whole, stopped, resumed = optimizer(), optimizer(), optimizer()
-    schedulers = {id(o): paced(o, "increasing:7", steps=6, base=cosine) for o in (whole, stopped, resumed)}
+    schedulers = {
+        id(o): get_qk_ratio_scheduler(o, "increasing:7", steps=6, base_schedule=cosine)
+        for o in (whole, stopped, resumed)
+    }
     for _ in range(5):
         whole.step()
         schedulers[id(whole)].step()
@@ -93,14 +96,14 @@ def test_a_schedule_goes_on_where_it_was() -> None:
         ("increasing:-3", "must be a positive number"),
         ("increasing:3:steps=0", "at least 1 step"),
         ("increasing:3:steps=11", "increases over 11 steps, but the run has 10"),
-        (Increasing(3.0, 11), "increases over 11 steps, but the run has 10"),
+        (IncreasingRatio(3.0, 11), "increases over 11 steps, but the run has 10"),
     ],
 )
 def test_bad_ratios_are_refused(written: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        ratio_schedule(written, 10)
+        parse_ratio_schedule(written, 10)
 
 
 def test_groups_must_be_ours() -> None:
     with pytest.raises(InputError, match='no group named "qk"'):
-        paced(torch.optim.SGD(nn.Linear(2, 2).parameters()), 2, steps=3)
+        get_qk_ratio_scheduler(torch.optim.SGD(nn.Linear(2, 2).parameters()), 2, steps=3)

@@ -3,17 +3,17 @@
 import pytest
 from safetensors.torch import load_file
 
-from qkflow.studies.slow_path_variants import variant
+from qkflow.studies.slow_path_variants import slow_path_variant
 from qkflow.training import worker
 from qkflow.training.metrics_log import read_rows
 
-MODEL = {"layers": 2, "width": 16, "heads": 2, "feed_forward": "gelu"}
+MODEL = {"n_layers": 2, "dim": 16, "n_heads": 2, "feed_forward": "gelu"}
 
 
 @pytest.fixture
 def trained(run_folder):
     def run(name):
-        changes = variant(name, MODEL, 16) if name else None
+        changes = slow_path_variant(name, MODEL, 16) if name else None
         model, train = (changes.model, changes.train) if changes else ({}, {})
         folder = run_folder(name.replace(":", "-") or "fast", model={**MODEL, **model}, log_every=1, **train)
         assert worker.main([str(folder)]) == 0

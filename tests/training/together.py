@@ -18,11 +18,11 @@ import torch.distributed.fsdp
 from qkflow.training import worker
 
 
-class StopAt(worker.Notes):
+class StopAt(worker.StderrCallback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def stepped(self, run, loss) -> None:
+    def on_step(self, run, loss) -> None:
         if run.step == self.step and run.team.rank == run.team.world - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -39,7 +39,7 @@ def launch(folder: Path, processes: int, kind: str, stop: int) -> list[int]:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             try:
-                code = worker.work(folder, StopAt(stop), None if kind == "none" else kind)
+                code = worker.run_worker(folder, StopAt(stop), None if kind == "none" else kind)
             except BaseException:
                 import traceback
 

@@ -1,8 +1,8 @@
 """Attention in five parts: project → couple → rotate → score → write."""
 
 from qkflow.attention.attention import Attention, merge
-from qkflow.attention.init import Start, initialise
+from qkflow.attention.init import InitScheme, initialize
 from qkflow.attention.kv_cache import KVCache
-from qkflow.attention.rope import Rotary
+from qkflow.attention.rope import RotaryEmbedding
 
-__all__ = ["Attention", "KVCache", "Rotary", "Start", "initialise", "merge"]
+__all__ = ["Attention", "InitScheme", "KVCache", "RotaryEmbedding", "initialize", "merge"]

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention import couplings, scorings
-from qkflow.attention.heads import Heads
-from qkflow.attention.init import Draw, Start, initialise
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.init import InitScheme, ParamSampler, initialize
 from qkflow.attention.kv_cache import KVCache
 from qkflow.attention.masks import Mask, build_mask, document_positions
-from qkflow.attention.projections import FactorisedQK, build_circuits, circuit_heads
+from qkflow.attention.projections import FactorizedQK, build_circuits, circuit_head_shapes
 from qkflow.attention.registry import Spec
-from qkflow.attention.rope import Rotary, Rotation, check_size, rotate
+from qkflow.attention.rope import RotaryEmbedding, Rotation, apply_rope, check_head_dim
 from qkflow.errors import InputError
 
 
@@ -45,51 +45,51 @@ class Attention(nn.Module):
 
     def __init__(
         self,
-        width: int,
-        heads: int,
+        dim: int,
+        n_heads: int,
         *,
-        kv_heads: int | None = None,
-        head_size: int | None = None,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
         coupling: str | Spec = "none",
         scoring: str | Spec = "softmax",
         circuit: str = "FAFO",
         bias: bool = False,
         qk_norm: bool = False,
-        rope: Rotary | dict[str, Any] | bool | None = True,
+        rope: RotaryEmbedding | dict[str, Any] | bool | None = True,
         causal: bool = True,
         window: int | None = None,
         dropout: float = 0.0,
-        start: str | Start = "gpt2",
+        init: str | InitScheme = "gpt2",
         seed: int | None = None,
-        layer: int = 0,
-        layers: int = 1,
+        layer_idx: int = 0,
+        n_layers: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        kv_heads = heads if kv_heads is None else kv_heads
-        _check_shape(width, heads, kv_heads, head_size, window, dropout)
-        head_size = width // heads if head_size is None else head_size
-        rope = Rotary.of(rope)
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        _check_shape(dim, n_heads, n_kv_heads, head_dim, window, dropout)
+        head_dim = dim // n_heads if head_dim is None else head_dim
+        rope = RotaryEmbedding.from_option(rope)
         if rope is not None:
-            check_size(head_size)
+            check_head_dim(head_dim)
         if circuit != "FAFO":
             _check_collapsed(circuit, rope, scorings.check(scoring), qk_norm)
-        self.width, self.causal, self.window, self.dropout = width, causal, window, dropout
+        self.dim, self.causal, self.window, self.dropout = dim, causal, window, dropout
         self.rope = rope
-        self.scale = head_size**-0.5
+        self.scale = head_dim**-0.5
         self.coupling_spec = couplings.check(coupling)
         scoring_spec = scorings.check(scoring)
-        standard = scorings.get(scoring_spec.name).heads(heads, kv_heads, head_size)
-        self.heads: Heads = circuit_heads(circuit, width, standard)
-        self.qk, self.ov = build_circuits(circuit, width, self.heads, bias, **where)
-        self.coupling = couplings.build(self.coupling_spec, self.heads, where)
-        self.scoring = scorings.build(scoring_spec, self.heads, width, layer, where)
-        size = self.heads.size
+        standard = scorings.get(scoring_spec.name).head_shapes(n_heads, n_kv_heads, head_dim)
+        self.head_shapes: HeadShapes = circuit_head_shapes(circuit, dim, standard)
+        self.qk, self.ov = build_circuits(circuit, dim, self.head_shapes, bias, **where)
+        self.coupling = couplings.build(self.coupling_spec, self.head_shapes, where)
+        self.scoring = scorings.build(scoring_spec, self.head_shapes, dim, layer_idx, where)
+        size = self.head_shapes.head_dim
         self.q_norm = nn.RMSNorm(size, eps=1e-6, **where) if qk_norm else None
         self.k_norm = nn.RMSNorm(size, eps=1e-6, **where) if qk_norm else None
-        initialise(self, start, seed=seed, layers=layers)
+        initialize(self, init, seed=seed, n_layers=n_layers)
 
     def forward(
         self,
@@ -97,8 +97,8 @@ class Attention(nn.Module):
         *,
         context: Tensor | None = None,
         positions: Tensor | None = None,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         rotation: Rotation | None = None,
         mask: Mask | None = None,
@@ -111,14 +111,14 @@ class Attention(nn.Module):
         context    where keys and values come from, for cross-attention (uncoupled, without rope)
         rotation, mask   made once by `rotation_for` and `mask_for` and shared by all layers of a model
         """
-        q, k, v = self._prepare(x, context, positions, documents, cache, rotation)
+        q, k, v = self.project_qkv(x, context, positions, document_ids, cache, rotation)
         if cache is not None:
             k, v = cache.append(k, v)
         if mask is None:
-            mask = self.mask_for(x.shape[1], k.shape[1], padding, documents, x.device, x.shape[0])
+            mask = self.make_mask(x.shape[1], k.shape[1], attention_mask, document_ids, x.device, x.shape[0])
         dropout = self.dropout if self.training else 0.0
         gathered = self.scoring(q, k, v, mask=mask, scale=self.scale, dropout=dropout, x=x)
-        return self.ov.write(gathered)
+        return self.ov.project_output(gathered)
 
     def reference(
         self,
@@ -126,31 +126,31 @@ class Attention(nn.Module):
         *,
         context: Tensor | None = None,
         positions: Tensor | None = None,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The textbook form of the whole layer: its output and its weights (B, heads, T, S)."""
-        q, k, v = self._prepare(x, context, positions, documents, None, None, textbook=True)
-        mask = self.mask_for(x.shape[1], k.shape[1], padding, documents, x.device, x.shape[0])
+        q, k, v = self.project_qkv(x, context, positions, document_ids, None, None, use_reference=True)
+        mask = self.make_mask(x.shape[1], k.shape[1], attention_mask, document_ids, x.device, x.shape[0])
         gathered, weights = self.scoring.reference(q, k, v, mask=mask, scale=self.scale, x=x)
-        return self.ov.write(gathered), weights
+        return self.ov.project_output(gathered), weights
 
-    def _prepare(
+    def project_qkv(
         self,
         x: Tensor,
         context: Tensor | None,
         positions: Tensor | None,
-        documents: Tensor | None,
+        document_ids: Tensor | None,
         cache: KVCache | None,
         rotation: Rotation | None,
-        textbook: bool = False,
+        use_reference: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project, couple, normalise, rotate."""
         self._check_input(x, context)
         source = x if context is None else context
-        if textbook:
+        if use_reference:
             q, k = self.coupling.reference(*self.qk(x, source))
-        elif context is None and isinstance(self.qk, FactorisedQK):
+        elif context is None and isinstance(self.qk, FactorizedQK):
             in_midst = cache is not None and cache.length > 0
             q, k = self.coupling.from_input(x, self.qk, in_midst=in_midst)
         else:
@@ -160,27 +160,27 @@ class Attention(nn.Module):
         if self.rope is not None:
             if rotation is None:
                 past = 0 if cache is None else cache.length
-                rotation = self.rotation_for(x, positions, documents, past)
+                rotation = self.make_rotation(x, positions, document_ids, past)
             assert rotation is not None
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        return q, k, self.ov.values(source)
+            q, k = apply_rope(q, rotation), apply_rope(k, rotation)
+        return q, k, self.ov.project_values(source)
 
-    def rotation_for(
+    def make_rotation(
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        past: int = 0,
+        document_ids: Tensor | None = None,
+        past_length: int = 0,
     ) -> Rotation | None:
         """The rotation of (B, T, …) tokens after `past` cached ones; None without rope."""
         if self.rope is None:
             return None
         length = x.shape[1]
         if positions is None:
-            if documents is not None:
-                positions = document_positions(documents)[:, -length:]
+            if document_ids is not None:
+                positions = document_positions(document_ids)[:, -length:]
             else:
-                positions = torch.arange(past, past + length, device=x.device)
+                positions = torch.arange(past_length, past_length + length, device=x.device)
         elif positions.shape[-1] != length:
             raise InputError(f"positions covers {positions.shape[-1]} tokens, but x has {length}")
         elif positions.dim() > 2 or (positions.dim() == 2 and positions.shape[0] not in (1, x.shape[0])):
@@ -188,36 +188,43 @@ class Attention(nn.Module):
                 f"positions are (tokens) or (batch, tokens), here for {x.shape[0]} sequences, not "
                 f"{tuple(positions.shape)}"
             )
-        return self.rope.rotation(positions, self.heads.size, x.dtype)
+        return self.rope.rotation(positions, self.head_shapes.head_dim, x.dtype)
 
-    def mask_for(
+    def make_mask(
         self,
-        queries: int,
-        keys: int,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
+        n_queries: int,
+        n_keys: int,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
         device: torch.device | None = None,
-        batch: int | None = None,
+        batch_size: int | None = None,
     ) -> Mask:
         return build_mask(
-            queries,
-            keys,
+            n_queries,
+            n_keys,
             causal=self.causal,
             window=self.window,
-            padding=padding,
-            documents=documents,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
             device=device,
-            batch=batch,
+            batch_size=batch_size,
         )
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache for this layer, on its device and in its precision."""
         if not self.causal:
             raise InputError("only causal attention can be decoded step by step: this layer is bidirectional")
         like = next(self.parameters())
-        heads = self.heads
+        heads = self.head_shapes
         return KVCache(
-            batch, capacity, heads.keys, heads.size, heads.values, heads.value_size, like.device, like.dtype
+            batch_size,
+            capacity,
+            heads.n_k,
+            heads.head_dim,
+            heads.n_v,
+            heads.v_head_dim,
+            like.device,
+            like.dtype,
         )
 
     def merge(self) -> Attention:
@@ -225,35 +232,35 @@ class Attention(nn.Module):
 
         A `drift` vanishes altogether and leaves plain standard attention.
         """
-        if not isinstance(self.qk, FactorisedQK):
+        if not isinstance(self.qk, FactorizedQK):
             raise InputError("a collapsed query-key circuit has no key projection to fold a drift into")
-        folds = type(self.coupling).fold is not couplings.Coupling.fold
-        if folds and not self.qk.plain:
+        folds = type(self.coupling).take_linear_drift is not couplings.Coupling.take_linear_drift
+        if folds and not self.qk.is_plain:
             raise InputError(
                 "something stands in the place of the query or key projection (an adapter, a hook), so no "
                 "drift can be folded into its weights: merge or remove that first"
             )
-        amount = self.coupling.fold()
+        amount = self.coupling.take_linear_drift()
         if amount is None:
             return self
         self.qk.fold_drift(amount)
         if self.coupling_spec.name == "drift":
             self.coupling_spec = Spec("none")
-            self.coupling = couplings.build(self.coupling_spec, self.heads)
+            self.coupling = couplings.build(self.coupling_spec, self.head_shapes)
         else:
             self.coupling_spec = Spec(self.coupling_spec.name, {**self.coupling_spec.options, "folded": True})
         return self
 
-    def start_parameters(self, draw: Draw) -> None:
+    def init_parameters(self, sampler: ParamSampler) -> None:
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 nn.init.ones_(norm.weight)
 
     def _check_input(self, x: Tensor, context: Tensor | None) -> None:
         for name, given in (("x", x), ("context", context)):
-            if given is not None and (given.dim() != 3 or given.shape[-1] != self.width):
+            if given is not None and (given.dim() != 3 or given.shape[-1] != self.dim):
                 raise InputError(
-                    f"attention takes {name} of shape (batch, tokens, {self.width}), not {tuple(given.shape)}"
+                    f"attention takes {name} of shape (batch, tokens, {self.dim}), not {tuple(given.shape)}"
                 )
         if context is None:
             return
@@ -268,9 +275,9 @@ class Attention(nn.Module):
             raise InputError("cross-attention has no shared positions: use causal=False and rope=False")
 
     def extra_repr(self) -> str:
-        heads = self.heads
+        heads = self.head_shapes
         return (
-            f"width={self.width}, heads={heads.queries}/{heads.keys}/{heads.values}, size={heads.size}, "
+            f"width={self.dim}, heads={heads.n_q}/{heads.n_k}/{heads.n_v}, size={heads.head_dim}, "
             f"coupling={self.coupling_spec}, scoring={self.scoring.name}"
         )
 
@@ -278,32 +285,32 @@ class Attention(nn.Module):
 def merge(model: nn.Module) -> nn.Module:
     """Fold the drift of every attention layer of a model into its projections, in place.
 
-    Modules that keep a config, and so have a method `couplings_changed`, are told, inner ones first.
+    Modules that keep a config, and so have a method `sync_config`, are told, inner ones first.
     """
     modules = list(model.modules())
     for module in modules:
         if isinstance(module, Attention):
             module.merge()
     for module in reversed(modules):
-        if hasattr(module, "couplings_changed"):
-            module.couplings_changed()  # type: ignore[operator]
+        if hasattr(module, "sync_config"):
+            module.sync_config()  # type: ignore[operator]
     return model
 
 
 def _check_shape(
-    width: int, heads: int, kv_heads: int, head_size: int | None, window: int | None, dropout: float
+    dim: int, n_heads: int, n_kv_heads: int, head_dim: int | None, window: int | None, dropout: float
 ) -> None:
-    if heads < 1 or kv_heads < 1 or width < 1:
-        raise InputError(f"width {width}, heads {heads} and kv_heads {kv_heads} must all be at least 1")
-    if head_size is not None and head_size < 1:
-        raise InputError(f"the head size must be at least 1, not {head_size}")
-    if head_size is None and width % heads:
+    if n_heads < 1 or n_kv_heads < 1 or dim < 1:
+        raise InputError(f"width {dim}, heads {n_heads} and kv_heads {n_kv_heads} must all be at least 1")
+    if head_dim is not None and head_dim < 1:
+        raise InputError(f"the head size must be at least 1, not {head_dim}")
+    if head_dim is None and dim % n_heads:
         raise InputError(
-            f"width {width} does not divide into {heads} heads: choose another, or give head_size"
+            f"width {dim} does not divide into {n_heads} heads: choose another, or give head_size"
         )
-    if heads % kv_heads:
+    if n_heads % n_kv_heads:
         raise InputError(
-            f"{heads} heads cannot share {kv_heads} key/value heads evenly: one must divide the other"
+            f"{n_heads} heads cannot share {n_kv_heads} key/value heads evenly: one must divide the other"
         )
     if window is not None and window < 1:
         raise InputError(f"the window must hold at least one token, not {window}")
@@ -311,7 +318,7 @@ def _check_shape(
         raise InputError(f"dropout must lie in [0, 1), not {dropout}")
 
 
-def _check_collapsed(circuit: str, rope: Rotary | None, scoring: Spec, qk_norm: bool) -> None:
+def _check_collapsed(circuit: str, rope: RotaryEmbedding | None, scoring: Spec, qk_norm: bool) -> None:
     if circuit.startswith("CA") and rope is not None:
         raise InputError(
             f"circuit '{circuit}' is one query-key matrix with no query and key to rotate: use rope=False"

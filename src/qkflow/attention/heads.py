@@ -8,25 +8,25 @@ from qkflow.errors import InputError
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShapes:
     """Head counts and sizes between the projections and the scores.
 
     Query head h reads key head h // group: contiguous groups, as everywhere in the field.
     """
 
-    queries: int
-    keys: int
-    values: int
-    size: int  # of a query and of a key
-    value_size: int
-    outputs: int  # heads that scoring writes
-    output_size: int
+    n_q: int
+    n_k: int
+    n_v: int
+    head_dim: int  # of a query and of a key
+    v_head_dim: int
+    n_out: int  # heads that scoring writes
+    out_head_dim: int
 
     def __post_init__(self) -> None:
-        if self.queries % self.keys:
-            raise InputError(f"{self.queries} query heads cannot be shared out over {self.keys} key heads")
+        if self.n_q % self.n_k:
+            raise InputError(f"{self.n_q} query heads cannot be shared out over {self.n_k} key heads")
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         """Query heads per key head."""
-        return self.queries // self.keys
+        return self.n_q // self.n_k

@@ -33,40 +33,42 @@ from torch import Tensor, nn
 
 from qkflow.errors import InputError, unknown
 
-BASES = ("gpt2", "fan_in")
-MODIFIERS = {"symmetric": 1.0, "mimetic": 0.7, "scaled_identity": 1e-6}
-USUAL_BASE = {"symmetric": "fan_in", "mimetic": "gpt2", "scaled_identity": "gpt2"}
+BASE_INITS = ("gpt2", "fan_in")
+INIT_MODIFIERS = {"symmetric": 1.0, "mimetic": 0.7, "scaled_identity": 1e-6}
+DEFAULT_BASE = {"symmetric": "fan_in", "mimetic": "gpt2", "scaled_identity": "gpt2"}
 
 
 @dataclass(frozen=True)
-class Start:
+class InitScheme:
     base: str = "gpt2"
     modifier: str | None = None
     strength: float = 0.0
 
     @classmethod
-    def parse(cls, text: str | Start) -> Start:
-        if isinstance(text, Start):
+    def parse(cls, text: str | InitScheme) -> InitScheme:
+        if isinstance(text, InitScheme):
             return text
         parts = text.replace(" ", "").split("+")
-        base = parts.pop(0) if parts[0] in BASES else None
+        base = parts.pop(0) if parts[0] in BASE_INITS else None
         if base and not parts:
             return cls(base)
         written = parts.pop(0)
         match = re.fullmatch(r"(\w+?)(?:=([^()]+)|\((?:c=)?([^()]+)\))?", written)
         name = match[1] if match else written
-        if match is None or parts or name not in MODIFIERS:
+        if match is None or parts or name not in INIT_MODIFIERS:
             raise unknown(
-                "start", text, [*BASES, *(f"{b}+{m}" for b in BASES for m in MODIFIERS), *MODIFIERS]
+                "init",
+                text,
+                [*BASE_INITS, *(f"{b}+{m}" for b in BASE_INITS for m in INIT_MODIFIERS), *INIT_MODIFIERS],
             )
         number = match[2] or match[3]
         try:
-            strength = float(number) if number else MODIFIERS[name]
+            strength = float(number) if number else INIT_MODIFIERS[name]
         except ValueError:
             raise InputError(f"start '{text}': '{number}' is not a number") from None
         if not math.isfinite(strength):
             raise InputError(f"start '{text}': its strength must be a finite number, not {number}")
-        return cls(base or USUAL_BASE[name], name, strength)
+        return cls(base or DEFAULT_BASE[name], name, strength)
 
     def __str__(self) -> str:
         if self.modifier is None:
@@ -76,12 +78,12 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Draw:
+class ParamSampler:
     """Draws one module's parameters; `prefix` is the module's name in the model."""
 
-    start: Start
+    scheme: InitScheme
     seed: int
-    layers: int
+    n_layers: int
     prefix: str = ""
 
     def generator(self, name: str) -> torch.Generator:
@@ -100,13 +102,13 @@ class Draw:
         self, name: str, shape: torch.Size | tuple[int, ...], fan_in: int, *, residual: bool = False
     ) -> Tensor:
         """A weight matrix from the start's base; `residual` marks one that writes to the residual stream."""
-        if self.start.base == "fan_in":
+        if self.scheme.base == "fan_in":
             return self.normal(name, shape, 0.7 / fan_in**0.5)
-        return self.normal(name, shape, 0.02 / (2 * self.layers) ** 0.5 if residual else 0.02)
+        return self.normal(name, shape, 0.02 / (2 * self.n_layers) ** 0.5 if residual else 0.02)
 
-    def linear(self, name: str, layer: nn.Linear, *, residual: bool = False) -> None:
+    def init_linear(self, name: str, layer: nn.Linear, *, residual: bool = False) -> None:
         """Start a linear layer: its matrix from the base, its bias at zero."""
-        fill(
+        copy_into(
             layer.weight,
             self.matrix(f"{name}.weight", layer.weight.shape, layer.in_features, residual=residual),
         )
@@ -115,27 +117,27 @@ class Draw:
 
 
 @runtime_checkable
-class Startable(Protocol):
+class SupportsInit(Protocol):
     """A module that knows how its own parameters start."""
 
-    def start_parameters(self, draw: Draw) -> None: ...
+    def init_parameters(self, sampler: ParamSampler) -> None: ...
 
 
 @torch.no_grad()
-def initialise(
-    model: nn.Module, start: str | Start = "gpt2", *, seed: int | None = None, layers: int = 1
+def initialize(
+    model: nn.Module, init: str | InitScheme = "gpt2", *, seed: int | None = None, n_layers: int = 1
 ) -> None:
     """Start every parameter of `model`; without a seed, one is drawn from PyTorch's global generator."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # shapes only: whoever materialises the model starts it then
     if seed is None:
         seed = int(torch.randint(2**62, ()))
-    parsed = Start.parse(start)
+    parsed = InitScheme.parse(init)
     for name, module in model.named_modules():
-        if isinstance(module, Startable):
-            module.start_parameters(Draw(parsed, seed, layers, name))
+        if isinstance(module, SupportsInit):
+            module.init_parameters(ParamSampler(parsed, seed, n_layers, name))
 
 
 @torch.no_grad()
-def fill(parameter: Tensor, values: Tensor) -> None:
+def copy_into(parameter: Tensor, values: Tensor) -> None:
     parameter.copy_(values.to(parameter.dtype))

@@ -16,19 +16,19 @@ class KVCache:
 
     def __init__(
         self,
-        batch: int,
+        batch_size: int,
         capacity: int,
-        key_heads: int,
-        key_size: int,
-        value_heads: int,
-        value_size: int,
+        n_k: int,
+        head_dim: int,
+        n_v: int,
+        v_head_dim: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if batch < 0 or capacity < 0:
-            raise InputError(f"a cache cannot hold {capacity} tokens of {batch} sequences")
-        self.keys = torch.empty(batch, key_heads, capacity, key_size, device=device, dtype=dtype)
-        self.values = torch.empty(batch, value_heads, capacity, value_size, device=device, dtype=dtype)
+        if batch_size < 0 or capacity < 0:
+            raise InputError(f"a cache cannot hold {capacity} tokens of {batch_size} sequences")
+        self.keys = torch.empty(batch_size, n_k, capacity, head_dim, device=device, dtype=dtype)
+        self.values = torch.empty(batch_size, n_v, capacity, v_head_dim, device=device, dtype=dtype)
         self.length = 0
 
     @property
@@ -51,12 +51,12 @@ class KVCache:
         self.length = end
         return self.keys[:, :, :end].transpose(1, 2), self.values[:, :, :end].transpose(1, 2)
 
-    def reorder(self, rows: Tensor) -> None:
+    def reorder(self, beam_idx: Tensor) -> None:
         """Let batch row i go on from what row `rows[i]` has read (beam search)."""
-        self.keys = self.keys.index_select(0, rows)
-        self.values = self.values.index_select(0, rows)
+        self.keys = self.keys.index_select(0, beam_idx)
+        self.values = self.values.index_select(0, beam_idx)
 
-    def rewind(self, length: int) -> None:
+    def crop(self, length: int) -> None:
         """Forget everything after the first `length` tokens."""
         if not 0 <= length <= self.length:
             raise InputError(f"cannot rewind a cache of {self.length} tokens to {length}")

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from qkflow.errors import InputError, unknown
 
-Part = TypeVar("Part")
+PartT = TypeVar("PartT")
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Spec:
             key, equals, value = pair.partition("=")
             if not equals or not key or not value:
                 raise InputError(f"'{text}': write options as name:option=value, e.g. leapfrog:n=7")
-            options[key] = _value(value)
+            options[key] = _parse_value(value)
         return cls(name, options)
 
     def __str__(self) -> str:
-        pairs = [f"{key}={_plain(value)}" for key, value in self.options.items()]
+        pairs = [f"{key}={_format_value(value)}" for key, value in self.options.items()]
         return ":".join([self.name, *pairs])
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """A number, true or false where the text is one, else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -57,11 +57,11 @@ def _value(text: str) -> Any:
     return text
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_kind(what: str, value: Any, default: Any) -> None:
+def _check_type(what: str, value: Any, default: Any) -> None:
     """A value must be of its default's kind: a switch, a whole number, any number or a word."""
     kinds = {"true or false": (bool,), "a whole number": (int,), "a number": (int, float), "a word": (str,)}
     for word, kind in kinds.items():
@@ -71,16 +71,16 @@ def _check_kind(what: str, value: Any, default: Any) -> None:
             return
 
 
-class Registry(Generic[Part]):
+class Registry(Generic[PartT]):
     """All parts of one kind. Files of `package` are imported on first use and register themselves."""
 
     def __init__(self, kind: str, package: str, group: str) -> None:
         self.kind = kind
         self.package = package
         self.group = group
-        self._parts: dict[str, type[Part]] = {}
+        self._parts: dict[str, type[PartT]] = {}
 
-    def register(self, part: type[Part]) -> type[Part]:
+    def register(self, part: type[PartT]) -> type[PartT]:
         name = part.name  # type: ignore[attr-defined]
         if self._parts.get(name, part) is not part:
             raise InputError(f"two {self.kind}s are named '{name}': rename one of them")
@@ -88,7 +88,7 @@ class Registry(Generic[Part]):
         return part
 
     @cached_property
-    def _loaded(self) -> dict[str, type[Part]]:
+    def _loaded(self) -> dict[str, type[PartT]]:
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{self.package}.{module.name}")
@@ -99,7 +99,7 @@ class Registry(Generic[Part]):
     def names(self) -> list[str]:
         return sorted(self._loaded)
 
-    def get(self, name: str) -> type[Part]:
+    def get(self, name: str) -> type[PartT]:
         if name not in self._loaded:
             raise unknown(self.kind, name, self.names())
         return self._loaded[name]
@@ -120,9 +120,9 @@ class Registry(Generic[Part]):
                 if not known:
                     raise InputError(f"{self.kind} '{spec.name}' takes no options, not '{key}'")
                 raise unknown(f"option of {self.kind} '{spec.name}'", key, known)
-            _check_kind(f"{self.kind} '{spec.name}': {key}", options[key], known[key].default)
+            _check_type(f"{self.kind} '{spec.name}': {key}", options[key], known[key].default)
         return Spec(spec.name, options)
 
-    def build(self, text: str | Spec, *arguments: Any) -> Part:
+    def build(self, text: str | Spec, *arguments: Any) -> PartT:
         spec = self.check(text)
         return self.get(spec.name)(*arguments, **spec.options)

@@ -1,5 +1,5 @@
 """What each part costs, as a ratio to standard attention measured in the same process."""
 
-from qkflow.bench.timing import Ratio, interleave
+from qkflow.bench.timing import TimeRatio, time_interleaved
 
-__all__ = ["Ratio", "interleave"]
+__all__ = ["TimeRatio", "time_interleaved"]

@@ -8,23 +8,23 @@ from collections.abc import Callable
 import torch
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+def peak_memory_bytes(fn: Callable[[], object], device: torch.device) -> int:
     """The most memory that `call` held at once beyond what was there before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        call()
+        fn()
         return torch.cuda.max_memory_allocated(device) - before
-    return _peak_on_cpu(call)
+    return _peak_memory_bytes_cpu(fn)
 
 
-def _peak_on_cpu(call: Callable[[], object]) -> int:
+def _peak_memory_bytes_cpu(fn: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise chats on stderr
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
+        fn()
     assert record.profiler is not None
     results = record.profiler.kineto_results
     assert results is not None

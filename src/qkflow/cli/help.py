@@ -16,13 +16,13 @@ import tyro
 
 
 @cache  # annotations are changed in place, once
-def described(command: Callable[..., Any]) -> Callable[..., Any]:
+def annotate_for_tyro(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command, its annotations telling tyro how to show them."""
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in inspect.signature(command).parameters.items():
         shown = tyro.conf.arg(
             metavar=_metavar(name, hints[name], parameter.default),
-            help_behavior_hint=_default(parameter.default),
+            help_behavior_hint=_default_hint(parameter.default),
         )
         command.__annotations__[name] = Annotated[hints[name], shown]
     return command
@@ -42,7 +42,7 @@ def _metavar(name: str, hint: Any, default: Any) -> str | None:
     return None if inner is bool else str(inner.__name__).upper()
 
 
-def _default(default: Any) -> str | Callable[[str], str] | None:
+def _default_hint(default: Any) -> str | Callable[[str], str] | None:
     if default is None or default == () or isinstance(default, bool):
         return ""
     if isinstance(default, tuple):

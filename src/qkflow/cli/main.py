@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 
-HELP = ("-h", "--help", "help")
+HELP_FLAGS = ("-h", "--help", "help")
 
 
 def usage(names: Collection[str] = COMMANDS) -> str:
@@ -56,41 +56,41 @@ def usage(names: Collection[str] = COMMANDS) -> str:
     )
 
 
-def members(group: str) -> list[str]:
+def subcommands(group: str) -> list[str]:
     """The commands of a group, e.g. of `data`."""
     return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 
-def find(arguments: Sequence[str]) -> tuple[str, list[str]]:
+def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
     """Split the arguments into the longest command name they start with and the rest."""
     for words in (2, 1):
-        name = " ".join(arguments[:words])
-        if len(arguments) >= words and name in COMMANDS:
-            return name, list(arguments[words:])
-    if family := members(arguments[0]):
-        raise unknown("command", " ".join(arguments[:2]), family)
-    raise unknown("command", arguments[0], COMMANDS)
+        name = " ".join(argv[:words])
+        if len(argv) >= words and name in COMMANDS:
+            return name, list(argv[words:])
+    if family := subcommands(argv[0]):
+        raise unknown("command", " ".join(argv[:2]), family)
+    raise unknown("command", argv[0], COMMANDS)
 
 
-def run(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in HELP:
+def dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in HELP_FLAGS:
         print(usage())
         return 0
-    if members(arguments[0]) and arguments[1:] and arguments[1] in HELP:
-        print(usage(members(arguments[0])))
+    if subcommands(argv[0]) and argv[1:] and argv[1] in HELP_FLAGS:
+        print(usage(subcommands(argv[0])))
         return 0
-    if arguments[0] in ("-V", "--version"):
+    if argv[0] in ("-V", "--version"):
         from qkflow import __version__
 
         print(f"qkflow {__version__}")
         return 0
-    name, rest = find(arguments)
+    name, rest = split_command(argv)
     module, function, _ = COMMANDS[name]
     import tyro
 
-    from qkflow.cli.help import described
+    from qkflow.cli.help import annotate_for_tyro
 
-    command = described(getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function))
+    command = annotate_for_tyro(getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function))
     outcome = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
     return outcome if isinstance(outcome, int) else 0
 
@@ -99,11 +99,11 @@ def main() -> None:
     # PyTorch then puts large tensors on huge pages where Linux offers them: decoding reads weights 10% faster
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
-        code = run(sys.argv[1:])
+        code = dispatch(sys.argv[1:])
     except InputError as error:
         if os.environ.get("QKFLOW_DEBUG"):
             raise
-        print(f"qkflow: {error}", file=sys.stderr)
+        print(f"qkflow: {error} [{error.code}]", file=sys.stderr)
         code = 2
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

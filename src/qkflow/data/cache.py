@@ -23,10 +23,10 @@ from pathlib import Path
 from qkflow import files
 from qkflow.errors import InputError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def default_folder() -> Path:
+def default_cache_dir() -> Path:
     """$QKFLOW_CACHE, or `qkflow` in the folder where this system keeps caches."""
     if given := os.environ.get("QKFLOW_CACHE"):
         return Path(given).expanduser()
@@ -37,21 +37,23 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkflow"
 
 
-class Cache:
+class TokenSetCache:
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = Path(folder) if folder is not None else default_folder()
+        self.folder = Path(folder) if folder is not None else default_cache_dir()
 
-    def set_folder(self, key: str) -> Path:
+    def token_set_dir(self, key: str) -> Path:
         return self.folder / "sets" / key
 
-    def indexed(self, stamp: str) -> Path | None:
+    def lookup(self, stamp: str) -> Path | None:
         """The folder of the set that was last prepared from what has this stamp."""
         try:
-            return self.set_folder(json.loads((self.folder / "index" / f"{stamp}.json").read_bytes())["set"])
+            return self.token_set_dir(
+                json.loads((self.folder / "index" / f"{stamp}.json").read_bytes())["set"]
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None  # not there, or damaged: then it is written again
 
-    def index(self, stamp: str, key: str) -> None:
+    def add_to_index(self, stamp: str, key: str) -> None:
         """Remember a set under a stamp, if the cache can be written to."""
         with suppress(OSError):  # it saves reading the source again, no more
             files.write_json(self.folder / "index" / f"{stamp}.json", {"set": key})
@@ -61,13 +63,13 @@ class Cache:
         """Hold a set's lock, waiting for another process that does."""
         from filelock import FileLock, Timeout
 
-        with self._explained():
+        with self._translate_os_errors():
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.folder / "locks" / f"{key}.lock")
             try:
                 lock.acquire(timeout=1)
             except Timeout:
-                note("another process is preparing the same corpus: waiting for it")
+                log_to_stderr("another process is preparing the same corpus: waiting for it")
                 lock.acquire()
         try:
             yield
@@ -75,28 +77,28 @@ class Cache:
             lock.release()
 
     @contextmanager
-    def staged(self, key: str) -> Iterator[Path]:
+    def staging_dir(self, key: str) -> Iterator[Path]:
         """A folder to write a set into; it takes its place when the block ends without an error.
 
         The lock of `key` must be held.
         """
-        with self._explained():
-            self._sweep(key)
+        with self._translate_os_errors():
+            self._remove_stale_staging(key)
             staging = self.folder / "staging" / f"{key}.{secrets.token_hex(4)}"
             staging.mkdir(parents=True)
             try:
                 yield staging
-                target = self.set_folder(key)
+                target = self.token_set_dir(key)
                 target.parent.mkdir(exist_ok=True)
                 if target.exists():  # damaged, or it would not be made again
                     target.rename(staging.with_name(f"{key}.{secrets.token_hex(4)}"))
                 staging.rename(target)
                 files.fsync_folder(target.parent)
-                self._sweep(key)
+                self._remove_stale_staging(key)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
 
-    def _sweep(self, key: str) -> None:
+    def _remove_stale_staging(self, key: str) -> None:
         """Remove what interrupted preparations left: of this set, and of any set that nobody prepares now."""
         from filelock import FileLock, Timeout
 
@@ -112,13 +114,13 @@ class Cache:
                 continue
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translate_os_errors(self) -> Iterator[None]:
         """Turn the system's refusal to write into the sentence a user can act on."""
         try:
             yield
         except OSError as error:
             elsewhere = "set QKFLOW_CACHE to a folder"
-            if error.errno in _FULL:
+            if error.errno in _DISK_FULL_ERRNOS:
                 raise InputError(
                     f"no space left for the cache {self.folder}: free some, or {elsewhere} with more"
                 ) from error
@@ -129,6 +131,6 @@ class Cache:
             raise
 
 
-def note(message: str) -> None:
+def log_to_stderr(message: str) -> None:
     """Say something on stderr that is neither a result nor an error."""
     print(f"qkflow: {message}", file=sys.stderr)

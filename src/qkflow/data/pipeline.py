@@ -21,23 +21,23 @@ import numpy as np
 
 from qkflow.data import corpora, splits, token_set
 from qkflow.data import tokenizer as tokenizers
-from qkflow.data.cache import Cache, note
-from qkflow.data.readers.files import Meter
+from qkflow.data.cache import TokenSetCache, log_to_stderr
+from qkflow.data.readers.files import ReadProgress
 from qkflow.data.splits import Document
-from qkflow.data.token_set import DamagedError, SetWriter, TokenSet
+from qkflow.data.token_set import CorruptedTokenSetError, TokenSet, TokenSetWriter
 from qkflow.data.tokenizer import Tokenizer
 from qkflow.errors import InputError
 
-BATCH = 1 << 21  # bytes of text tokenised at a time
-TO_TRAIN_ON = 1 << 26  # bytes of text that a tokenizer is trained on, at most
-RECENT = 2.0  # seconds: a file this young may change again without a visible change of its time
+BATCH_BYTES = 1 << 21  # bytes of text tokenised at a time
+MAX_TOKENIZER_TRAIN_BYTES = 1 << 26  # bytes of text that a tokenizer is trained on, at most
+MTIME_GRACE_SECONDS = 2.0  # seconds: a file this young may change again without a visible change of its time
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def prepare(
-    corpus: str, tokenizer: str = "bpe:2048", *, cache: Path | None = None, show_progress: bool = True
+    corpus: str, tokenizer: str = "bpe:2048", *, cache_dir: Path | None = None, show_progress: bool = True
 ) -> TokenSet:
     """The tokens of a corpus, from the cache if they are there.
 
@@ -45,60 +45,68 @@ def prepare(
     glob, `#column` at its end) or `hf:owner/name:config`; `tokenizer` is `bytes`, `bpe:SIZE`, a path or
     `hf:NAME`. The cache is `cache`, $QKFLOW_CACHE or the user's cache folder.
     """
-    return Preparation(corpus, tokenizer, Cache(cache), show_progress).run()
+    return TokenSetBuilder(corpus, tokenizer, TokenSetCache(cache_dir), show_progress).run()
 
 
 def verify(
-    corpus: str, tokenizer: str = "bpe:2048", *, cache: Path | None = None, show_progress: bool = True
+    corpus: str, tokenizer: str = "bpe:2048", *, cache_dir: Path | None = None, show_progress: bool = True
 ) -> tuple[TokenSet, list[str]]:
     """The prepared set after a check of every byte, and what was found damaged (and has been made anew)."""
-    preparation = Preparation(corpus, tokenizer, Cache(cache), show_progress, thorough=True)
-    return preparation.run(), preparation.damage
+    preparation = TokenSetBuilder(corpus, tokenizer, TokenSetCache(cache_dir), show_progress, full_check=True)
+    return preparation.run(), preparation.corrupted
 
 
 @dataclass
-class Preparation:
+class TokenSetBuilder:
     """One corpus, one tokenizer, on the way into one cache."""
 
-    name: str
-    spec: str
-    cache: Cache
+    corpus_name: str
+    tokenizer_spec: str
+    cache: TokenSetCache
     show_progress: bool
-    thorough: bool = False  # check all of what is in the cache, not a sample
-    damage: list[str] = field(default_factory=list)
+    full_check: bool = False  # check all of what is in the cache, not a sample
+    corrupted: list[str] = field(default_factory=list)
 
     def run(self) -> TokenSet:
         started = time.time()
-        source = corpora.resolve(self.name)
-        stamp = digest([source.stamp(), tokenizers.stamp(self.spec)])
-        found = self._open(self.cache.indexed(stamp))
+        source = corpora.resolve(self.corpus_name)
+        stamp = json_digest([source.stamp(), tokenizers.stamp(self.tokenizer_spec)])
+        found = self._open(self.cache.lookup(stamp))
         if found is None:
-            found = self._find_or_make(source, stamp)
-            if started - source.newest() > RECENT:
-                self.cache.index(stamp, found.folder.name)
-        found.name, found.facts = self.name, source.facts
-        if left_out := source.facts.get("left_out"):
-            note(f"{len(left_out):,} file{'s' * (len(left_out) > 1)} left out: {corpora.few(left_out)}")
+            found = self._find_or_build(source, stamp)
+            if started - source.last_modified() > MTIME_GRACE_SECONDS:
+                self.cache.add_to_index(stamp, found.folder.name)
+        found.name, found.metadata = self.corpus_name, source.metadata
+        if left_out := source.metadata.get("left_out"):
+            log_to_stderr(
+                f"{len(left_out):,} file{'s' * (len(left_out) > 1)} left out: {corpora.join_limited(left_out)}"
+            )
         return found
 
-    def _find_or_make(self, source: corpora.Corpus, stamp: str) -> TokenSet:
+    def _find_or_build(self, corpus: corpora.Corpus, stamp: str) -> TokenSet:
         """The set with this content, under whatever name it was made; made now if there is none."""
-        loaded = None if tokenizers.size_to_train(self.spec) else tokenizers.load(self.spec)
-        with self._stage(f"reading {self.name}", source.size) as meter:
-            content = source.content(meter)
-        key = digest([token_set.FORMAT, content, loaded.state() if loaded else self.spec])
-        folder = self.cache.set_folder(key)
+        loaded = (
+            None
+            if tokenizers.bpe_vocab_size(self.tokenizer_spec)
+            else tokenizers.load_tokenizer(self.tokenizer_spec)
+        )
+        with self._progress_bar(f"reading {self.corpus_name}", corpus.n_bytes) as meter:
+            content = corpus.content_fingerprint(meter)
+        key = json_digest(
+            [token_set.FORMAT_VERSION, content, loaded.to_str() if loaded else self.tokenizer_spec]
+        )
+        folder = self.cache.token_set_dir(key)
         found = self._open(folder)
         if found is not None:
             return found
         with self.cache.lock(key):
             found = self._open(folder)  # made by another process while this one waited
             if found is None:
-                with self.cache.staged(key) as staging:
-                    self._make(source, loaded, staging)
-                    if digest([source.stamp(), tokenizers.stamp(self.spec)]) != stamp:
-                        raise InputError(f"{self.name} changed while it was being read: run again")
-                found = token_set.open_set(folder)
+                with self.cache.staging_dir(key) as staging:
+                    self._build(corpus, loaded, staging)
+                    if json_digest([corpus.stamp(), tokenizers.stamp(self.tokenizer_spec)]) != stamp:
+                        raise InputError(f"{self.corpus_name} changed while it was being read: run again")
+                found = token_set.open_token_set(folder)
         return found
 
     def _open(self, folder: Path | None) -> TokenSet | None:
@@ -106,114 +114,118 @@ class Preparation:
         if folder is None:
             return None
         try:
-            return token_set.open_set(folder, thorough=self.thorough)
+            return token_set.open_token_set(folder, full_check=self.full_check)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except DamagedError as damaged:
-            if str(damaged) not in self.damage:
-                self.damage.append(str(damaged))
-                note(f"{damaged}; preparing {self.name} anew")
+        except CorruptedTokenSetError as damaged:
+            if str(damaged) not in self.corrupted:
+                self.corrupted.append(str(damaged))
+                log_to_stderr(f"{damaged}; preparing {self.corpus_name} anew")
             return None
 
-    def _make(self, source: corpora.Corpus, tokenizer: Tokenizer | None, staging: Path) -> None:
+    def _build(self, corpus: corpora.Corpus, tokenizer: Tokenizer | None, staging: Path) -> None:
         """Write the set into `staging`."""
         spool = staging / "spool"
-        if source.streamed:
-            with self._stage(f"downloading {self.name}", source.size) as meter:
-                source = corpora.spooled(source, spool, meter)
-        facts: dict[str, Any] = {"name": self.name, "licence": source.licence, **source.facts}
+        if corpus.streaming:
+            with self._progress_bar(f"downloading {self.corpus_name}", corpus.n_bytes) as meter:
+                corpus = corpora.spool_to_disk(corpus, spool, meter)
+        facts: dict[str, Any] = {"name": self.corpus_name, "licence": corpus.license, **corpus.metadata}
         if tokenizer is None:
-            tokenizer, facts["tokenizer_trained_on_bytes"] = self._train(source)
+            tokenizer, facts["tokenizer_trained_on_bytes"] = self._train_tokenizer(corpus)
         with (
-            self._stage(f"tokenising {self.name}", source.size) as meter,
-            SetWriter(staging, tokenizer) as writer,
+            self._progress_bar(f"tokenising {self.corpus_name}", corpus.n_bytes) as meter,
+            TokenSetWriter(staging, tokenizer) as writer,
         ):
-            tokenise(source, tokenizer, writer, meter)
+            tokenize_corpus(corpus, tokenizer, writer, meter)
             for split in ("train", "validation"):
                 if not writer.counts[split]["documents"]:
-                    raise InputError(f"{source.called} holds no text to put into the {split} split")
+                    raise InputError(f"{corpus.display_name} holds no text to put into the {split} split")
             shutil.rmtree(spool, ignore_errors=True)
-            writer.finish(facts, self.spec)
+            writer.finalize(facts, self.tokenizer_spec)
 
-    def _train(self, source: corpora.Corpus) -> tuple[Tokenizer, int]:
+    def _train_tokenizer(self, corpus: corpora.Corpus) -> tuple[Tokenizer, int]:
         """Train BPE on the train split, or, of a large one, on documents spread evenly over it."""
-        size = tokenizers.size_to_train(self.spec)
+        size = tokenizers.bpe_vocab_size(self.tokenizer_spec)
         assert size is not None
-        every = max(1, -(-source.size // TO_TRAIN_ON))
+        every = max(1, -(-corpus.n_bytes // MAX_TOKENIZER_TRAIN_BYTES))
         fed = 0
 
-        def texts(meter: Meter) -> Iterator[str]:
+        def texts(meter: ReadProgress) -> Iterator[str]:
             nonlocal fed
-            documents = splits.divide(source.parts(meter), source.called)
+            documents = splits.assign_splits(corpus.iter_documents(meter), corpus.display_name)
             for document in islice((d for d in documents if d.split == "train"), None, None, every):
-                fed += document.size
+                fed += document.n_bytes
                 yield document.text
-                if fed > 2 * TO_TRAIN_ON:  # the source was compressed, and larger than it looked
+                if (
+                    fed > 2 * MAX_TOKENIZER_TRAIN_BYTES
+                ):  # the source was compressed, and larger than it looked
                     return
 
-        with self._stage(f"training {self.spec}", source.size) as meter:
+        with self._progress_bar(f"training {self.tokenizer_spec}", corpus.n_bytes) as meter:
             return tokenizers.train_bpe(texts(meter), size), fed
 
     @contextmanager
-    def _stage(self, what: str, size: int) -> Iterator[Meter]:
+    def _progress_bar(self, description: str, total_bytes: int) -> Iterator[ReadProgress]:
         """A meter that moves a progress bar, in megabytes."""
         if not self.show_progress or not sys.stderr.isatty():
-            yield Meter()
+            yield ReadProgress()
             return
-        from qkflow.console import progress
+        from qkflow.console import progress_bar
 
-        with progress() as bar:
-            task = bar.add_task(f"{what} (MB)", total=size / 1e6 or None)
-            yield BarMeter(lambda done: bar.update(task, completed=done / 1e6))
+        with progress_bar() as bar:
+            task = bar.add_task(f"{description} (MB)", total=total_bytes / 1e6 or None)
+            yield ReadProgressBar(lambda done: bar.update(task, completed=done / 1e6))
 
 
-class BarMeter(Meter):
-    def __init__(self, show: Callable[[int], None]) -> None:
+class ReadProgressBar(ReadProgress):
+    def __init__(self, update_bar: Callable[[int], None]) -> None:
         super().__init__()
-        self._show = show
+        self._update_bar = update_bar
 
     def advance(self, count: int) -> None:
         super().advance(count)
-        self._show(self.done)
+        self._update_bar(self.bytes_read)
 
 
-def digest(value: Any) -> str:
+def json_digest(value: Any) -> str:
     return sha256(json.dumps(value).encode()).hexdigest()[:32]
 
 
-def tokenise(source: corpora.Corpus, tokenizer: Tokenizer, writer: SetWriter, meter: Meter) -> None:
+def tokenize_corpus(
+    corpus: corpora.Corpus, tokenizer: Tokenizer, writer: TokenSetWriter, progress: ReadProgress
+) -> None:
     """Read, divide, encode and write every document; reading, encoding and writing overlap."""
-    documents = splits.divide(source.parts(meter), source.called)
-    for encoded in in_order(partial(encode, tokenizer), batches(documents)):
+    documents = splits.assign_splits(corpus.iter_documents(progress), corpus.display_name)
+    for encoded in ordered_map(partial(encode_batch, tokenizer), batch_documents(documents)):
         for split, tokens, size in encoded:
             writer.add(split, tokens, size)
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def batch_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents in groups of about BATCH bytes."""
     group: list[Document] = []
     size = 0
     for document in documents:
         group.append(document)
-        size += document.size
-        if size >= BATCH:
+        size += document.n_bytes
+        if size >= BATCH_BYTES:
             yield group
             group, size = [], 0
     if group:
         yield group
 
 
-def encode(tokenizer: Tokenizer, batch: list[Document]) -> list[tuple[str, np.ndarray, int]]:
+def encode_batch(tokenizer: Tokenizer, batch: list[Document]) -> list[tuple[str, np.ndarray, int]]:
     """(split, tokens, bytes of text) of the documents of each split."""
     groups = [(split, [d for d in batch if d.split == split]) for split in splits.SPLITS]
     return [
-        (split, tokenizer.encode_documents([d.text for d in group]), sum(d.size for d in group))
+        (split, tokenizer.encode_documents([d.text for d in group]), sum(d.n_bytes for d in group))
         for split, group in groups
         if group
     ]
 
 
-def in_order(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Results of `function` in the order of `items`, two at work while the next item is being read.
 
     Threads suffice: the tokenizer works outside Python, on all cores; the second one fills the gaps in which

@@ -12,63 +12,65 @@ from qkflow.errors import InputError, unknown
 SPLITS = ("train", "validation", "test")
 
 # What a source says of its documents besides naming a split: these are still to be divided.
-UNDIVIDED = "undivided"
-UNDIVIDED_TRAIN = "undivided train"  # the set has a test split of its own, but none for validation
+UNSPLIT = "undivided"
+UNSPLIT_TRAIN = "undivided train"  # the set has a test split of its own, but none for validation
 
 # split -> upper end of its share of the hashes
-SHARES = {
-    UNDIVIDED: (("validation", 0.05), ("test", 0.10)),
-    UNDIVIDED_TRAIN: (("validation", 0.05),),
+HASH_THRESHOLDS = {
+    UNSPLIT: (("validation", 0.05), ("test", 0.10)),
+    UNSPLIT_TRAIN: (("validation", 0.05),),
 }
-FIRST = 40  # different documents looked at before one of them is sent to validation by force
+LOOKAHEAD_DOCUMENTS = 40  # different documents looked at before one of them is sent to validation by force
 
-_WORDS = {
+_SPLIT_ALIASES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-_NAME = re.compile("([a-z]+)(?:[-_ ]?[0-9]+)?(?:-of-[0-9]+(?:-[0-9a-f]+)?)?")  # the last: as the hub numbers
+_SPLIT_NAME_PATTERN = re.compile(
+    "([a-z]+)(?:[-_ ]?[0-9]+)?(?:-of-[0-9]+(?:-[0-9a-f]+)?)?"
+)  # the last: as the hub numbers
 
 
-def named(split: str) -> str:
+def normalize_split(split: str) -> str:
     """A split's full name: `valid`, `val` and `dev` mean `validation`."""
-    if split not in _WORDS:
+    if split not in _SPLIT_ALIASES:
         raise unknown("split", split, SPLITS)
-    return _WORDS[split]
+    return _SPLIT_ALIASES[split]
 
 
-def split_in(words: Iterable[str]) -> str | None:
+def find_split(words: Iterable[str]) -> str | None:
     """The split that one of these words names, if any does."""
-    return next((_WORDS[word] for word in words if word in _WORDS), None)
+    return next((_SPLIT_ALIASES[word] for word in words if word in _SPLIT_ALIASES), None)
 
 
-def split_called(path: str) -> str | None:
+def split_from_path(path: str) -> str | None:
     """The split that a folder, or a file but for its endings and its number, is called by in this path.
 
     So are `train.md`, `data/train/a.txt`, `ptb.valid.txt` and `test-00000-of-00002.parquet`, but not
     `train-a-model.md`.
     """
-    names = map(_NAME.fullmatch, re.split(r"[/\\.]", path.lower()))
-    return split_in(name[1] for name in names if name)
+    names = map(_SPLIT_NAME_PATTERN.fullmatch, re.split(r"[/\\.]", path.lower()))
+    return find_split(name[1] for name in names if name)
 
 
-def parts_of(own: Iterable[str]) -> dict[str, str]:
+def map_source_splits(own_splits: Iterable[str]) -> dict[str, str]:
     """What a data set's own splits are used for; empty where they do not tell training from the rest."""
-    found = set(own)
+    found = set(own_splits)
     if "train" not in found or len(found) == 1:
         return {}
     if "validation" not in found:
-        return {"train": UNDIVIDED_TRAIN, "test": "test"}
+        return {"train": UNSPLIT_TRAIN, "test": "test"}
     return {split: split for split in found}
 
 
 class Document(NamedTuple):
     split: str
     text: str
-    size: int  # in UTF-8 bytes
+    n_bytes: int  # in UTF-8 bytes
 
 
-def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
+def assign_splits(documents: Iterable[tuple[str, str]], corpus_name: str) -> Iterator[Document]:
     """Give every (part, text) its split, in order.
 
     A document without a split of its own gets one by a hash of its text alone: 5% validation, 5% test.
@@ -79,40 +81,44 @@ def divide(parts: Iterable[tuple[str, str]], name: str) -> Iterator[Document]:
     first: dict[float, tuple[float, Document]] = {}  # the first undivided documents that differ
     held: list[tuple[float, Document]] = []  # the same in order, each as often as it came
     forced: dict[float, str] | None = None  # which of them were sent elsewhere than their hash says
-    for part, text in parts:
-        text, data = _utf8(text)
+    for part, text in documents:
+        text, data = _encode_utf8(text)
         if part in SPLITS:
             yield Document(part, text, len(data))
             continue
         place = int.from_bytes(blake2b(data, digest_size=8).digest(), "little") / 2**64
-        split = next((split for split, end in SHARES[part] if place < end), "train")
+        split = next((split for split, end in HASH_THRESHOLDS[part] if place < end), "train")
         document = Document(split, text, len(data))
         if forced is not None:
             yield document._replace(split=forced.get(place, split))
             continue
         held.append(first.setdefault(place, (place, document)))
-        if len(first) == FIRST:
-            forced = _forced(held)
-            yield from _settled(held, forced)
+        if len(first) == LOOKAHEAD_DOCUMENTS:
+            forced = _forced_splits(held)
+            yield from _apply_forced_splits(held, forced)
             held.clear()
     if len(first) == 1:
-        raise InputError(f"{name} holds a single document: too little to keep some of it for validation")
+        raise InputError(
+            f"{corpus_name} holds a single document: too little to keep some of it for validation"
+        )
     if held:
-        yield from _settled(held, _forced(held))
+        yield from _apply_forced_splits(held, _forced_splits(held))
 
 
-def _settled(held: list[tuple[float, Document]], forced: dict[float, str]) -> Iterator[Document]:
-    return (document._replace(split=forced.get(place, document.split)) for place, document in held)
+def _apply_forced_splits(
+    buffered: list[tuple[float, Document]], forced: dict[float, str]
+) -> Iterator[Document]:
+    return (document._replace(split=forced.get(place, document.split)) for place, document in buffered)
 
 
-def _forced(held: list[tuple[float, Document]]) -> dict[float, str]:
-    places = {place for place, _ in held}
-    found = {document.split for _, document in held}
+def _forced_splits(buffered: list[tuple[float, Document]]) -> dict[float, str]:
+    places = {place for place, _ in buffered}
+    found = {document.split for _, document in buffered}
     ends = {"validation": min(places), "train": max(places)}
     return {place: split for split, place in ends.items() if split not in found}
 
 
-def _utf8(text: str) -> tuple[str, bytes]:
+def _encode_utf8(text: str) -> tuple[str, bytes]:
     try:
         return text, text.encode()
     except UnicodeEncodeError:  # half a surrogate pair, as a JSON escape can make it

@@ -22,16 +22,16 @@ import numpy as np
 
 from qkflow import files
 from qkflow.data import splits
-from qkflow.data.tokenizer import Tokenizer, restore
+from qkflow.data.tokenizer import Tokenizer, tokenizer_from_str
 from qkflow.data.windows import EvalWindows
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_BLOCK = 4096
-_SAMPLES = 32
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_BLOCK_BYTES = 4096
+_N_SAMPLED_BLOCKS = 32
 
 
-class DamagedError(Exception):
+class CorruptedTokenSetError(Exception):
     """A prepared set that is not what its manifest says; the message names the file."""
 
 
@@ -42,37 +42,37 @@ class TokenSet:
         self.folder, self._manifest = folder, manifest
         # What the corpus is called and known for may differ from when equal text was first prepared.
         self.name: str = manifest["corpus"]["name"]
-        self.facts: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         self.fingerprint: str = manifest["fingerprint"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self.end_of_document: int = manifest["tokenizer"]["end_of_document"]
+        self.eos_token_id: int = manifest["tokenizer"]["end_of_document"]
 
     def __repr__(self) -> str:
         return f"TokenSet({self.name!r}, {self._manifest['tokenizer']['spec']!r}, {self.fingerprint})"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return restore((self.folder / "tokenizer.json").read_text("utf-8"), self.end_of_document)
+        return tokenizer_from_str((self.folder / "tokenizer.json").read_text("utf-8"), self.eos_token_id)
 
     def tokens(self, split: str) -> np.ndarray:
         """All tokens of a split in one read-only array; empty where the corpus has no such split."""
-        return self._mapped(f"{splits.named(split)}.tokens.bin", self._manifest["dtype"])
+        return self._memmap(f"{splits.normalize_split(split)}.tokens.bin", self._manifest["dtype"])
 
-    def documents(self, split: str) -> np.ndarray:
+    def document_offsets(self, split: str) -> np.ndarray:
         """Where each document of `tokens(split)` begins, then where the last one ends."""
-        return self._mapped(f"{splits.named(split)}.documents.bin", "<i8")
+        return self._memmap(f"{splits.normalize_split(split)}.documents.bin", "<i8")
 
-    def bytes(self, split: str) -> int:
+    def n_bytes(self, split: str) -> int:
         """UTF-8 bytes of a split's documents: bits per byte = loss / ln 2 * tokens / bytes."""
-        return int(self._manifest["splits"][splits.named(split)]["bytes"])
+        return int(self._manifest["splits"][splits.normalize_split(split)]["bytes"])
 
     @cached_property
     def token_bytes(self) -> np.ndarray:
         """UTF-8 bytes that each token stands for."""
-        return self._mapped("token_bytes.bin", "<i4")
+        return self._memmap("token_bytes.bin", "<i4")
 
-    def evaluation(
-        self, split: str | Sequence[str], length: int, batch: int, limit: int | None = None
+    def eval_windows(
+        self, split: str | Sequence[str], seq_len: int, batch_size: int, max_tokens: int | None = None
     ) -> EvalWindows:
         """Windows of a split, or of several as one text, to evaluate on, knowing the bytes they cover.
 
@@ -82,49 +82,51 @@ class TokenSet:
         parts = [split] if isinstance(split, str) else split
         tokens = [self.tokens(part) for part in parts]
         text = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        windows = EvalWindows(text, length, batch, limit, token_bytes=self.token_bytes)
-        counted = sum(self._manifest["counted_bytes"][splits.named(part)] for part in parts)
-        if windows.covered_bytes is not None and counted:
-            whole = sum(self.bytes(part) for part in parts)
-            windows.covered_bytes = round(windows.covered_bytes * whole / counted)
+        windows = EvalWindows(text, seq_len, batch_size, max_tokens, token_bytes=self.token_bytes)
+        counted = sum(self._manifest["counted_bytes"][splits.normalize_split(part)] for part in parts)
+        if windows.n_target_bytes is not None and counted:
+            whole = sum(self.n_bytes(part) for part in parts)
+            windows.n_target_bytes = round(windows.n_target_bytes * whole / counted)
         return windows
 
     def describe(self) -> dict[str, Any]:
         """What a result should say about the data it was measured on."""
-        described = {"corpus": self._manifest["corpus"] | self.facts}
+        described = {"corpus": self._manifest["corpus"] | self.metadata}
         described |= {key: self._manifest[key] for key in ("tokenizer", "splits", "fingerprint")}
         return described | {"name": self.name, "folder": str(self.folder)}
 
-    def _mapped(self, name: str, dtype: str) -> np.ndarray:
+    def _memmap(self, name: str, dtype: str) -> np.ndarray:
         path = self.folder / name
         if path.stat().st_size == 0:  # an empty file cannot be mapped
             return np.empty(0, dtype)
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
-def open_set(folder: Path, *, thorough: bool = False) -> TokenSet:
+def open_token_set(folder: Path, *, full_check: bool = False) -> TokenSet:
     """Open a prepared set, checking the size and a sample of every file, or, if `thorough`, all of it.
 
     Raises FileNotFoundError where there is none and DamagedError where there is one that cannot be trusted.
     """
-    text = (folder / MANIFEST).read_bytes()
+    text = (folder / MANIFEST_NAME).read_bytes()
     try:
         manifest = json.loads(text)
         seal = manifest.pop("seal")
     except (ValueError, KeyError, AttributeError) as error:
-        raise DamagedError(f"{folder / MANIFEST} is damaged") from error
-    if seal != _seal(manifest) or manifest["format"] != FORMAT:
-        raise DamagedError(f"{folder / MANIFEST} is damaged")
+        raise CorruptedTokenSetError(f"{folder / MANIFEST_NAME} is damaged") from error
+    if seal != _manifest_checksum(manifest) or manifest["format"] != FORMAT_VERSION:
+        raise CorruptedTokenSetError(f"{folder / MANIFEST_NAME} is damaged")
     for name, entry in manifest["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            raise DamagedError(f"{path} is missing or of the wrong size")
-        if _sample(path) != entry["sample"] or (thorough and _checksum(path) != entry["sha256"]):
-            raise DamagedError(f"{path} is damaged: its content does not have the recorded checksum")
+            raise CorruptedTokenSetError(f"{path} is missing or of the wrong size")
+        if _sampled_checksum(path) != entry["sample"] or (full_check and _checksum(path) != entry["sha256"]):
+            raise CorruptedTokenSetError(
+                f"{path} is damaged: its content does not have the recorded checksum"
+            )
     return TokenSet(folder, manifest)
 
 
-class SetWriter:
+class TokenSetWriter:
     """Writes a set into `folder`, which must be of no interest to anybody until `finish` has returned."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
@@ -136,48 +138,48 @@ class SetWriter:
         )  # the text's bytes, as far as its tokens keep them
         self.counts = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in splits.SPLITS}
         for split in splits.SPLITS:
-            self._file(f"{split}.tokens.bin")
-            self._file(f"{split}.documents.bin").write(np.zeros(1, "<i8").tobytes())
+            self._open_file(f"{split}.tokens.bin")
+            self._open_file(f"{split}.documents.bin").write(np.zeros(1, "<i8").tobytes())
 
-    def __enter__(self) -> SetWriter:
+    def __enter__(self) -> TokenSetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
 
-    def _file(self, name: str) -> BinaryIO:
+    def _open_file(self, name: str) -> BinaryIO:
         if name not in self._files:
             self._files[name] = open(self._folder / name, "wb")  # noqa: SIM115 - closed by __exit__
         return self._files[name]
 
-    def add(self, split: str, tokens: np.ndarray, size: int) -> None:
+    def add(self, split: str, tokens: np.ndarray, n_bytes: int) -> None:
         """Append documents, each ending with its end token, that were `size` bytes of text."""
         count = self.counts[split]
-        ends = np.flatnonzero(tokens == self._tokenizer.end_of_document) + 1 + count["tokens"]
-        self._file(f"{split}.tokens.bin").write(tokens.astype(self._tokenizer.dtype, copy=False).data)
-        self._file(f"{split}.documents.bin").write(ends.astype("<i8").data)
+        ends = np.flatnonzero(tokens == self._tokenizer.eos_token_id) + 1 + count["tokens"]
+        self._open_file(f"{split}.tokens.bin").write(tokens.astype(self._tokenizer.dtype, copy=False).data)
+        self._open_file(f"{split}.documents.bin").write(ends.astype("<i8").data)
         count["documents"] += len(ends)
         count["tokens"] += len(tokens)
-        count["bytes"] += size
+        count["bytes"] += n_bytes
         self._counted_bytes[split] += int(self._token_bytes[tokens].sum())
 
-    def finish(self, corpus: dict[str, Any], spec: str) -> None:
+    def finalize(self, corpus_metadata: dict[str, Any], tokenizer_spec: str) -> None:
         """Write everything else, the manifest last, and make it durable."""
-        self._file("token_bytes.bin").write(self._token_bytes.astype("<i4").tobytes())
-        self._file("tokenizer.json").write(self._tokenizer.state().encode())
+        self._open_file("token_bytes.bin").write(self._token_bytes.astype("<i4").tobytes())
+        self._open_file("tokenizer.json").write(self._tokenizer.to_str().encode())
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        entries = {name: _entry(self._folder / name) for name in sorted(self._files)}
+        entries = {name: _manifest_entry(self._folder / name) for name in sorted(self._files)}
         content = json.dumps([(name, entry["sha256"]) for name, entry in entries.items()])
         manifest = {
-            "format": FORMAT,
-            "corpus": corpus,
+            "format": FORMAT_VERSION,
+            "corpus": corpus_metadata,
             "tokenizer": {
-                "spec": spec,
+                "spec": tokenizer_spec,
                 "vocab_size": self._tokenizer.vocab_size,
-                "end_of_document": self._tokenizer.end_of_document,
+                "end_of_document": self._tokenizer.eos_token_id,
             },
             "dtype": self._tokenizer.dtype.str,
             "splits": self.counts,
@@ -185,14 +187,14 @@ class SetWriter:
             "files": entries,
             "fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
         }
-        files.write_json(self._folder / MANIFEST, manifest | {"seal": _seal(manifest)})
+        files.write_json(self._folder / MANIFEST_NAME, manifest | {"seal": _manifest_checksum(manifest)})
 
 
-def _entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _checksum(path), "sample": _sample(path)}
+def _manifest_entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _checksum(path), "sample": _sampled_checksum(path)}
 
 
-def _seal(manifest: dict[str, Any]) -> str:
+def _manifest_checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -201,12 +203,12 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sample(path: Path) -> str:
+def _sampled_checksum(path: Path) -> str:
     """A checksum of blocks spread over the file, its first and last among them: quick for any size."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        last = max(0, path.stat().st_size - _BLOCK)
-        for place in sorted({last * step // (_SAMPLES - 1) for step in range(_SAMPLES)}):
+        last = max(0, path.stat().st_size - _BLOCK_BYTES)
+        for place in sorted({last * step // (_N_SAMPLED_BLOCKS - 1) for step in range(_N_SAMPLED_BLOCKS)}):
             file.seek(place)
-            digest.update(file.read(_BLOCK))
+            digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()

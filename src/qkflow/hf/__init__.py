@@ -11,15 +11,22 @@ from importlib.util import find_spec
 from typing import Any
 
 from qkflow.errors import InputError
-from qkflow.hf.adapter_io import load, save
-from qkflow.hf.attach import attach, attached, detach, freeze, merge, print_trainable_parameters
+from qkflow.hf.adapter_io import load_adapter, save_adapter
+from qkflow.hf.attach import (
+    attach,
+    detach,
+    freeze_base_model,
+    merge,
+    named_coupled_layers,
+    print_trainable_parameters,
+)
 from qkflow.hf.attention_functions import register_attention
-from qkflow.hf.parameter_roles import param_groups, roles_of
-from qkflow.hf.reinit import restart
-from qkflow.hf.split_qkv import join_fused, split_fused
+from qkflow.hf.parameter_roles import infer_parameter_roles, param_groups
+from qkflow.hf.reinit import reinitialize
+from qkflow.hf.split_qkv import fuse_qkv, split_fused_qkv
 
 # where the parts live that import `transformers`
-_HEAVY = {
+_LAZY_IMPORTS = {
     "QKFlowConfig": "modeling",
     "QKFlowModel": "modeling",
     "QKFlowForCausalLM": "modeling",
@@ -29,38 +36,38 @@ _HEAVY = {
     "from_transformers": "convert",
     "to_llama": "convert",
     "from_llama": "convert",
-    "open_model": "pretrained",
-    "export": "pretrained",
+    "load_model_and_tokenizer": "pretrained",
+    "export_model": "pretrained",
     "import_model": "pretrained",
     "evaluate": "lm_eval",
 }
 
 __all__ = [
     "attach",
-    "attached",
+    "named_coupled_layers",
     "detach",
-    "freeze",
-    "join_fused",
-    "load",
+    "freeze_base_model",
+    "fuse_qkv",
+    "load_adapter",
     "merge",
     "param_groups",
     "print_trainable_parameters",
     "register_attention",
-    "restart",
-    "roles_of",
-    "save",
-    "split_fused",
-    *_HEAVY,
+    "reinitialize",
+    "infer_parameter_roles",
+    "save_adapter",
+    "split_fused_qkv",
+    *_LAZY_IMPORTS,
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HEAVY:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     if find_spec("transformers") is None:
         extra = "eval" if name == "evaluate" else "hf"
         raise InputError(f'hf.{name} needs transformers: pip install "qkflow[{extra}]"')
-    return getattr(import_module(f"qkflow.hf.{_HEAVY[name]}"), name)
+    return getattr(import_module(f"qkflow.hf.{_LAZY_IMPORTS[name]}"), name)
 
 
 if find_spec("transformers") is not None:

@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from qkflow import files
 from qkflow.attention import couplings
 from qkflow.errors import InputError
-from qkflow.hf.attach import attached, inner_model, refuse_coupled
-from qkflow.hf.attention_layers import Site, placement, self_attentions
+from qkflow.hf.attach import check_can_attach, named_coupled_layers, unwrap_model
+from qkflow.hf.attention_layers import AttentionLayer, find_attention_layers, get_factory_kwargs
 from qkflow.hf.coupled_layer import CoupledAttention, couple_layer
 
-WEIGHTS = "coupling.safetensors"
-CONFIG = "coupling_config.json"
-FORMAT = 1
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+WEIGHTS_NAME = "coupling.safetensors"
+CONFIG_NAME = "coupling_config.json"
+FORMAT_VERSION = 1
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
-def save(model: nn.Module, folder: str | Path) -> Path:
+def save_adapter(model: nn.Module, folder: str | Path) -> Path:
     """Write the couplings attached to `model`, and nothing else, into `folder`."""
-    model, folder = inner_model(model), Path(folder)
+    model, folder = unwrap_model(model), Path(folder)
     if folder.is_file():
         raise InputError(f"'{folder}' is a file: give a folder to save the coupling in")
-    layers = attached(model)
+    layers = named_coupled_layers(model)
     if not layers:
         raise InputError("no coupling is attached to this model, so there is nothing to save")
     tensors: dict[str, Tensor] = {}
@@ -43,30 +43,30 @@ def save(model: nn.Module, folder: str | Path) -> Path:
             # a copy: a model that ties its layers ties their couplings too, which safetensors refuses
             tensors[f"{name}.coupling.{key}"] = value.detach().cpu().contiguous().clone()
     config = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "base_model": getattr(getattr(model, "config", None), "name_or_path", ""),
         "model_type": getattr(getattr(model, "config", None), "model_type", ""),
-        "layers": {name: _describe(layer) for name, layer in layers},
+        "layers": {name: _layer_config(layer) for name, layer in layers},
     }
-    metadata = {"format": "pt", CONFIG: json.dumps(config)}
-    files.write_atomic(folder / WEIGHTS, write_tensors(tensors, metadata))
-    files.write_json(folder / CONFIG, config)
+    metadata = {"format": "pt", CONFIG_NAME: json.dumps(config)}
+    files.write_atomic(folder / WEIGHTS_NAME, write_tensors(tensors, metadata))
+    files.write_json(folder / CONFIG_NAME, config)
     return folder
 
 
-def load(model: nn.Module, folder: str | Path) -> nn.Module:
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     """Attach to `model`, in place, the couplings that `save` wrote."""
-    base, folder = inner_model(model), Path(folder)
-    config, tensors = _read(folder)
-    sites = {site.name: site for site in self_attentions(base)}
+    base, folder = unwrap_model(model), Path(folder)
+    config, tensors = _read_adapter(folder)
+    sites = {site.name: site for site in find_attention_layers(base)}
     for name, wanted in config["layers"].items():
-        _check_fits(name, wanted, sites, folder)
+        _check_compatible(name, wanted, sites, folder)
     parts = {}
     for name, wanted in config["layers"].items():
         site = sites[name]
-        where = placement(site.module.get_submodule(site.q), base)
+        where = get_factory_kwargs(site.module.get_submodule(site.q_name), base)
         parts[name] = couplings.build(wanted["coupling"], site.heads, where)
-        _fill(parts[name], f"{name}.coupling.", tensors, folder)
+        _load_weights(parts[name], f"{name}.coupling.", tensors, folder)
     for name, part in parts.items():  # once all are known to fit
         couple_layer(sites[name], config["layers"][name]["coupling"], part)
     return model
@@ -81,48 +81,50 @@ def active_coupling(layer: CoupledAttention) -> nn.Module:
     return copies[active[0]]
 
 
-def _describe(layer: CoupledAttention) -> dict[str, Any]:
-    heads = layer.coupling_plan.heads
+def _layer_config(layer: CoupledAttention) -> dict[str, Any]:
+    heads = layer.coupling_info.heads
     return {
-        "coupling": layer.coupling_plan.spec,
-        "heads": heads.queries,
-        "key_heads": heads.keys,
-        "head_size": heads.size,
+        "coupling": layer.coupling_info.spec,
+        "n_heads": heads.n_q,
+        "n_kv_heads": heads.n_k,
+        "head_dim": heads.head_dim,
     }
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config and the weights of a coupling."""
     if folder.is_file():
-        kind = "a pickle, which is never opened" if folder.suffix in PICKLES else "a file"
-        raise InputError(f"'{folder}' is {kind}: give the folder that hf.save wrote")
-    path = folder / WEIGHTS
+        kind = "a pickle, which is never opened" if folder.suffix in PICKLE_SUFFIXES else "a file"
+        raise InputError(f"'{folder}' is {kind}: give the folder that hf.save_adapter wrote")
+    path = folder / WEIGHTS_NAME
     if not path.is_file():
-        others = sorted(other.name for other in folder.glob("*") if other.suffix in PICKLES)
+        others = sorted(other.name for other in folder.glob("*") if other.suffix in PICKLE_SUFFIXES)
         hint = f"; {', '.join(others)} there is a pickle, which is never opened" if others else ""
-        raise InputError(f"'{folder}' holds no {WEIGHTS}{hint}: give the folder that hf.save wrote")
+        raise InputError(
+            f"'{folder}' holds no {WEIGHTS_NAME}{hint}: give the folder that hf.save_adapter wrote"
+        )
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            written = (file.metadata() or {}).get(CONFIG)
+            written = (file.metadata() or {}).get(CONFIG_NAME)
     except SafetensorError as error:
         raise InputError(f"'{path}' is not a safetensors file ({error}); pickles are never opened") from None
-    return _parse_config(written or _config_beside(folder), folder), tensors
+    return _parse_config(written or _read_legacy_config(folder), folder), tensors
 
 
-def _config_beside(folder: Path) -> str:
+def _read_legacy_config(folder: Path) -> str:
     """Where couplings had their config before the weights' file held it."""
-    path = folder / CONFIG
+    path = folder / CONFIG_NAME
     if not path.is_file():
-        raise InputError(f"'{folder}' holds no {CONFIG}: give the folder that hf.save wrote")
+        raise InputError(f"'{folder}' holds no {CONFIG_NAME}: give the folder that hf.save_adapter wrote")
     return path.read_text("utf-8", errors="replace")
 
 
 def _parse_config(text: str, folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(text)
-        known = config["format"] == FORMAT and all(
-            {"coupling", "heads", "key_heads", "head_size"} <= set(layer)
+        known = config["format"] == FORMAT_VERSION and all(
+            {"coupling", "n_heads", "n_kv_heads", "head_dim"} <= set(layer)
             and isinstance(layer["coupling"], str)
             for layer in config["layers"].values()
         )
@@ -137,27 +139,29 @@ def _parse_config(text: str, folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_fits(name: str, wanted: dict[str, Any], sites: dict[str, Site], folder: Path) -> None:
-    if name not in sites:
+def _check_compatible(
+    name: str, layer_config: dict[str, Any], layers_by_name: dict[str, AttentionLayer], folder: Path
+) -> None:
+    if name not in layers_by_name:
         raise InputError(
             f"'{folder}' has a coupling for layer '{name}', which this model does not have: its attention "
-            f"layers are {', '.join(list(sites)[:3])}{' …' if len(sites) > 3 else ''}"
+            f"layers are {', '.join(list(layers_by_name)[:3])}{' …' if len(layers_by_name) > 3 else ''}"
         )
-    heads = sites[name].heads
-    ours = (heads.queries, heads.keys, heads.size)
-    theirs = (wanted["heads"], wanted["key_heads"], wanted["head_size"])
+    heads = layers_by_name[name].heads
+    ours = (heads.n_q, heads.n_k, heads.head_dim)
+    theirs = (layer_config["n_heads"], layer_config["n_kv_heads"], layer_config["head_dim"])
     if ours != theirs:
         raise InputError(
             f"'{folder}' was made for another shape: layer '{name}' had {theirs[0]} query and {theirs[1]} "
             f"key heads of size {theirs[2]}, here it has {ours[0]} and {ours[1]} of size {ours[2]}"
         )
-    refuse_coupled(sites[name])
+    check_can_attach(layers_by_name[name])
 
 
-def _fill(part: nn.Module, prefix: str, tensors: dict[str, Tensor], folder: Path) -> None:
+def _load_weights(coupling: nn.Module, prefix: str, tensors: dict[str, Tensor], folder: Path) -> None:
     state = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     try:
-        part.load_state_dict(state)
+        coupling.load_state_dict(state)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise InputError(

@@ -14,20 +14,25 @@ import torch
 from torch import nn
 
 from qkflow.attention import couplings
-from qkflow.attention.init import Draw, Start, Startable
+from qkflow.attention.init import InitScheme, ParamSampler, SupportsInit
 from qkflow.attention.registry import Spec
 from qkflow.errors import InputError
 from qkflow.hf.attention_layers import (
-    Site,
+    AttentionLayer,
+    check_drift_foldable,
+    find_attention_layers,
     fold_drift,
-    overlooked,
-    placement,
-    refuse_unfoldable,
-    self_attentions,
+    get_factory_kwargs,
+    unsupported_layers,
 )
 from qkflow.hf.coupled_layer import CoupledAttention, couple_layer, uncouple_layer
 
-PEFT_PARTS = (".modules_to_save.", "prompt_encoder.", "adaption_prompt", "adaption_gate")  # beside layers
+PEFT_PARAMETER_NAMES = (
+    ".modules_to_save.",
+    "prompt_encoder.",
+    "adaption_prompt",
+    "adaption_gate",
+)  # beside layers
 
 
 def attach(
@@ -35,7 +40,7 @@ def attach(
     coupling: str | Spec = "affine",
     *,
     layers: Iterable[int] | None = None,
-    start: str | Start = "gpt2",
+    init: str | InitScheme = "gpt2",
     seed: int | None = None,
     freeze_base: bool = False,
     **options: Any,
@@ -54,33 +59,35 @@ def attach(
     """
     given = Spec.parse(coupling)
     spec = couplings.check(Spec(given.name, {**given.options, **options}))
-    base = inner_model(model)  # names, and with them seeded starts, are those of the model itself
-    sites = _choose(base, layers)
+    base = unwrap_model(model)  # names, and with them seeded starts, are those of the model itself
+    sites = _select_layers(base, layers)
     for site in sites:
-        refuse_coupled(site)
+        check_can_attach(site)
     seed = int(torch.randint(2**62, ())) if seed is None else seed
     for site in sites:
-        part = couplings.build(spec, site.heads, placement(site.module.get_submodule(site.q), base))
-        _start(part, Draw(Start.parse(start), seed, len(sites), f"{site.name}.coupling"))
+        part = couplings.build(
+            spec, site.heads, get_factory_kwargs(site.module.get_submodule(site.q_name), base)
+        )
+        _init_coupling(part, ParamSampler(InitScheme.parse(init), seed, len(sites), f"{site.name}.coupling"))
         couple_layer(site, str(spec), part)
     if freeze_base:
-        freeze(model)
+        freeze_base_model(model)
     return model
 
 
-def inner_model(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside what `torch.compile`, data parallelism and PEFT wrap around it."""
     for attribute in ("_orig_mod", "module"):
         inner = getattr(model, attribute, None)
         if isinstance(inner, nn.Module):
-            return inner_model(inner)
+            return unwrap_model(inner)
     get_base = getattr(model, "get_base_model", None)
     return get_base() if callable(get_base) else model
 
 
 def detach(model: nn.Module) -> nn.Module:
     """Take every coupling off again, in place: the model is what it was before `attach`."""
-    for _, layer in attached(model):
+    for _, layer in named_coupled_layers(model):
         uncouple_layer(layer)
     return model
 
@@ -90,41 +97,41 @@ def merge(model: nn.Module) -> nn.Module:
 
     q + Δ·k = (W_Q + Δ·W_K)·x for each head, so the output stays the same up to rounding.
     """
-    layers = list(attached(model))
+    layers = list(named_coupled_layers(model))
     if not layers:
         raise InputError("no coupling is attached to this model, so there is nothing to merge")
-    sites = {site.name: site for site in self_attentions(model)}
+    sites = {site.name: site for site in find_attention_layers(model)}
     for name, layer in layers:  # all of them are checked before the first is changed
-        if Spec.parse(layer.coupling_plan.spec).name != "drift":
+        if Spec.parse(layer.coupling_info.spec).name != "drift":
             raise InputError(
-                f"'{name}' has the coupling '{layer.coupling_plan.spec}', which is not linear and cannot "
-                "become weights: only 'drift' merges; keep the coupling attached and save it with hf.save"
+                f"'{name}' has the coupling '{layer.coupling_info.spec}', which is not linear and cannot "
+                "become weights: only 'drift' merges; keep the coupling attached and save it with hf.save_adapter"
             )
-        refuse_unfoldable(sites[name])
-    _refuse_shared(model, (sites[name] for name, _ in layers))
+        check_drift_foldable(sites[name])
+    _check_weights_not_shared(model, (sites[name] for name, _ in layers))
     for name, layer in layers:
-        fold_drift(sites[name], layer.coupling.fold())  # type: ignore[operator]
+        fold_drift(sites[name], layer.coupling.take_linear_drift())  # type: ignore[operator]
     return detach(model)
 
 
-def _refuse_shared(model: nn.Module, sites: Iterable[Site]) -> None:
+def _check_weights_not_shared(model: nn.Module, attn_layers: Iterable[AttentionLayer]) -> None:
     """An error if query weights belong to other layers too, which would get the drift as well, or twice."""
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    for site in sites:
-        if any(owners[id(p)] > 1 for p in site.module.get_submodule(site.q).parameters()):
+    for site in attn_layers:
+        if any(owners[id(p)] > 1 for p in site.module.get_submodule(site.q_name).parameters()):
             raise InputError(
-                f"'{site.name}.{site.q}' shares its weights with another layer, so no drift can be folded "
-                "into them: keep the coupling attached and save it with hf.save"
+                f"'{site.name}.{site.q_name}' shares its weights with another layer, so no drift can be folded "
+                "into them: keep the coupling attached and save it with hf.save_adapter"
             )
 
 
-def attached(model: nn.Module) -> list[tuple[str, CoupledAttention]]:
+def named_coupled_layers(model: nn.Module) -> list[tuple[str, CoupledAttention]]:
     """The coupled layers of a model and their names."""
     found = model.named_modules()
     return [(name, module) for name, module in found if isinstance(module, CoupledAttention)]
 
 
-def freeze(model: nn.Module) -> None:
+def freeze_base_model(model: nn.Module) -> None:
     """Train the couplings, and adapters that PEFT has put in, but nothing of the model itself."""
     adapters = {
         id(parameter)
@@ -135,7 +142,7 @@ def freeze(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if ".coupling." in name:
             parameter.requires_grad_(True)
-        elif id(parameter) not in adapters and not any(part in name for part in PEFT_PARTS):
+        elif id(parameter) not in adapters and not any(part in name for part in PEFT_PARAMETER_NAMES):
             parameter.requires_grad_(False)
 
 
@@ -148,7 +155,7 @@ def _parameters(part: object) -> Iterable[nn.Parameter]:
 def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
     """Print and return how many parameters train, belong to couplings, and exist."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    added = sum(p.numel() for _, layer in attached(model) for p in layer.coupling.parameters())
+    added = sum(p.numel() for _, layer in named_coupled_layers(model) for p in layer.coupling.parameters())
     total = sum(p.numel() for p in model.parameters())
     print(
         f"trainable params: {trainable:,} || coupling: {added:,} || all params: {total:,} || "
@@ -157,10 +164,10 @@ def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
     return trainable, added, total
 
 
-def _choose(model: nn.Module, layers: Iterable[int] | None) -> list[Site]:
-    sites = self_attentions(model)
+def _select_layers(model: nn.Module, layers: Iterable[int] | None) -> list[AttentionLayer]:
+    sites = find_attention_layers(model)
     if layers is None:
-        left = overlooked(model, sites)
+        left = unsupported_layers(model, sites)
         if left:
             raise InputError(
                 f"{', '.join(left[:3])}{f' and {len(left) - 3} more' if len(left) > 3 else ''} cannot be "
@@ -182,24 +189,28 @@ def _choose(model: nn.Module, layers: Iterable[int] | None) -> list[Site]:
     return [sites[number] for number in dict.fromkeys(number % len(sites) for number in numbers)]
 
 
-def refuse_coupled(site: Site) -> None:
+def check_can_attach(attn_layer: AttentionLayer) -> None:
     """An error unless this layer can be given a coupling."""
-    if isinstance(site.module, CoupledAttention):
+    if isinstance(attn_layer.module, CoupledAttention):
         raise InputError(
-            f"'{site.name}' already has the coupling '{site.module.coupling_plan.spec}': detach(model) first"
+            f"'{attn_layer.name}' already has the coupling '{attn_layer.module.coupling_info.spec}': detach(model) first"
         )
-    if hasattr(site.module, "coupling"):
-        raise InputError(f"'{site.name}' has an attribute `coupling` of its own, so none can be attached")
-    if "forward" in vars(site.module) and "_old_forward" not in vars(site.module):
+    if hasattr(attn_layer.module, "coupling"):
         raise InputError(
-            f"the forward of '{site.name}' has been replaced on the layer itself, so a coupling would never "
+            f"'{attn_layer.name}' has an attribute `coupling` of its own, so none can be attached"
+        )
+    if "forward" in vars(attn_layer.module) and "_old_forward" not in vars(attn_layer.module):
+        raise InputError(
+            f"the forward of '{attn_layer.name}' has been replaced on the layer itself, so a coupling would never "
             "run: attach first, then add what replaced it"
         )
-    _ = site.layout  # asks the model, which may not know
+    _ = attn_layer.layout  # asks the model, which may not know
 
 
 @torch.no_grad()
-def _start(part: nn.Module, draw: Draw) -> None:
-    for name, module in part.named_modules():
-        if isinstance(module, Startable):
-            module.start_parameters(Draw(draw.start, draw.seed, draw.layers, f"{draw.prefix}.{name}"))
+def _init_coupling(coupling: nn.Module, sampler: ParamSampler) -> None:
+    for name, module in coupling.named_modules():
+        if isinstance(module, SupportsInit):
+            module.init_parameters(
+                ParamSampler(sampler.scheme, sampler.seed, sampler.n_layers, f"{sampler.prefix}.{name}")
+            )

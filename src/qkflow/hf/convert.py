@@ -15,18 +15,18 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from qkflow.attention.attention import merge
-from qkflow.attention.rope import Rotary
+from qkflow.attention.rope import RotaryEmbedding
 from qkflow.errors import InputError
 from qkflow.hf.modeling import QKFlowConfig, QKFlowForCausalLM, QKFlowModel
 from qkflow.models import AttentionConfig, Decoder, ModelConfig
 
 # our names and Llama's, outside the blocks and within one
-OUTSIDE = {
+TOP_LEVEL_NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
 }
-BLOCK = {
+BLOCK_NAMES = {
     "attention_norm": "input_layernorm",
     "attention.qk.q": "self_attn.q_proj",
     "attention.qk.k": "self_attn.k_proj",
@@ -39,10 +39,10 @@ BLOCK = {
 }
 
 
-def to_transformers(model: Decoder, **config: Any) -> QKFlowForCausalLM:
+def to_transformers(model: Decoder, **config_kwargs: Any) -> QKFlowForCausalLM:
     """Our decoder as a `transformers` model that shares its weights; `config` sets e.g. `eos_token_id`."""
     with torch.device("meta"):
-        wrapped = QKFlowForCausalLM(QKFlowConfig(shape=model.config.to_dict(), **config))
+        wrapped = QKFlowForCausalLM(QKFlowConfig(shape=model.config.to_dict(), **config_kwargs))
     wrapped.model.decoder = model
     return wrapped.train(model.training)
 
@@ -59,34 +59,34 @@ def from_transformers(model: nn.Module) -> Decoder:
     )
 
 
-def to_llama(model: Decoder, **config: Any) -> LlamaForCausalLM:
+def to_llama(model: Decoder, **config_kwargs: Any) -> LlamaForCausalLM:
     """A decoder with standard attention, or with `drift`, which is merged, as a plain Llama."""
-    if any("drift" in module.coupling_spec.name for module in _attentions(model)):
+    if any("drift" in module.coupling_spec.name for module in _attention_modules(model)):
         model = copy.deepcopy(model)
         merge(model)
-    _refuse_unlike_llama(model)
+    _check_llama_compatible(model)
     shape = model.config
     attention = shape.attention
     llama = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.width,
-            intermediate_size=shape.hidden_size,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads or shape.heads,
-            head_dim=shape.head_size or shape.width // shape.heads,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.dim,
+            intermediate_size=shape.resolved_hidden_dim,
+            num_hidden_layers=shape.n_layers,
+            num_attention_heads=shape.n_heads,
+            num_key_value_heads=shape.n_kv_heads or shape.n_heads,
+            head_dim=shape.head_dim or shape.dim // shape.n_heads,
             rms_norm_eps=shape.norm_eps,
-            tie_word_embeddings=shape.tied,
+            tie_word_embeddings=shape.tie_embeddings,
             attention_bias=attention.bias,
             attention_dropout=attention.dropout,
             rope_parameters=_rope_to_llama(model),
-            **{"bos_token_id": None, "eos_token_id": None, **config},
+            **{"bos_token_id": None, "eos_token_id": None, **config_kwargs},
         )
     )
-    names = _names(shape.layers)
+    names = _llama_names(shape.n_layers)
     state = {_rename(name, names): value for name, value in model.state_dict().items()}
-    if shape.tied:
+    if shape.tie_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     llama.load_state_dict(state)
     return llama.to(model.output_weight.dtype).train(model.training)
@@ -100,15 +100,15 @@ def from_llama(model: LlamaForCausalLM) -> Decoder:
     if config.hidden_act != "silu" or config.mlp_bias:
         raise InputError("only a Llama with a SiLU feed-forward without biases converts")
     shape = ModelConfig(
-        vocabulary=config.vocab_size,
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
+        vocab_size=config.vocab_size,
+        n_layers=config.num_hidden_layers,
+        dim=config.hidden_size,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
         feed_forward="swiglu",
-        hidden=config.intermediate_size,
-        tied=config.tie_word_embeddings,
+        hidden_dim=config.intermediate_size,
+        tie_embeddings=config.tie_word_embeddings,
         norm_eps=config.rms_norm_eps,
         attention=AttentionConfig(
             bias=config.attention_bias,
@@ -116,30 +116,30 @@ def from_llama(model: LlamaForCausalLM) -> Decoder:
             rope=_rope_from_llama(config.rope_parameters),
         ),
     )
-    names = {theirs: ours for ours, theirs in _names(shape.layers).items()}
+    names = {theirs: ours for ours, theirs in _llama_names(shape.n_layers).items()}
     state = {_rename(name, names): value.clone() for name, value in model.state_dict().items()}
-    if shape.tied:
+    if shape.tie_embeddings:
         state.pop("head.weight", None)
     decoder = Decoder(shape, device="meta").to_empty(device=model.device)
     decoder.load_state_dict(state, assign=True)
     return decoder.train(model.training)
 
 
-def _attentions(model: Decoder) -> list[Any]:
+def _attention_modules(model: Decoder) -> list[Any]:
     return [block.attention for block in model.blocks]
 
 
-def _refuse_unlike_llama(model: Decoder) -> None:
+def _check_llama_compatible(model: Decoder) -> None:
     shape, attention = model.config, model.config.attention
     unlike = {
-        f"the coupling '{_attentions(model)[0].coupling_spec}'": any(
-            layer.coupling_spec.name != "none" for layer in _attentions(model)
+        f"the coupling '{_attention_modules(model)[0].coupling_spec}'": any(
+            layer.coupling_spec.name != "none" for layer in _attention_modules(model)
         ),
         f"'{attention.scoring}' scoring": attention.scoring != "softmax",
         f"the collapsed circuit '{attention.circuit}'": attention.circuit != "FAFO",
         "query-key norms": attention.qk_norm,
         "a window": attention.window is not None,
-        "no rotary positions": _attentions(model)[0].rope is None,
+        "no rotary positions": _attention_modules(model)[0].rope is None,
         "a GELU feed-forward": shape.feed_forward != "swiglu",
         "a slow path": shape.slow is not None,
     }
@@ -151,13 +151,13 @@ def _refuse_unlike_llama(model: Decoder) -> None:
         )
 
 
-def _names(layers: int) -> dict[str, str]:
+def _llama_names(n_layers: int) -> dict[str, str]:
     blocks = {
         f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}"
-        for layer in range(layers)
-        for ours, theirs in BLOCK.items()
+        for layer in range(n_layers)
+        for ours, theirs in BLOCK_NAMES.items()
     }
-    return {**OUTSIDE, **blocks}
+    return {**TOP_LEVEL_NAMES, **blocks}
 
 
 def _rename(name: str, names: dict[str, str]) -> str:
@@ -168,8 +168,8 @@ def _rename(name: str, names: dict[str, str]) -> str:
 
 
 def _rope_to_llama(model: Decoder) -> dict[str, Any]:
-    rope: Rotary = _attentions(model)[0].rope
-    size = _attentions(model)[0].heads.size
+    rope: RotaryEmbedding = _attention_modules(model)[0].rope
+    size = _attention_modules(model)[0].heads.size
     if rope.scaling == "linear":
         return {"rope_type": "linear", "rope_theta": rope.base, "factor": rope.factor}
     if rope.scaling == "llama3":
@@ -177,9 +177,9 @@ def _rope_to_llama(model: Decoder) -> dict[str, Any]:
             "rope_type": "llama3",
             "rope_theta": rope.base,
             "factor": rope.factor,
-            "low_freq_factor": rope.low,
-            "high_freq_factor": rope.high,
-            "original_max_position_embeddings": rope.original_length,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
         }
     base = rope.base * (rope.factor ** (size / max(size - 2, 1)) if rope.scaling == "ntk" else 1.0)
     return {"rope_type": "default", "rope_theta": base}

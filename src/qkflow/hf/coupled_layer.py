@@ -23,81 +23,83 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention.couplings import Coupling
-from qkflow.attention.heads import Heads
-from qkflow.attention.projections import FactorisedQK, under_autocast, untouched
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import FactorizedQK, is_autocast_enabled, is_plain_linear
 from qkflow.errors import InputError
-from qkflow.hf.attention_layers import Layout, Site
+from qkflow.hf.attention_layers import AttentionLayer, QKVLayout
 
 
 @dataclass(frozen=True)
-class Plan:
+class CouplingInfo:
     """What a coupled layer has to know: its coupling, and where its queries and keys come from."""
 
     spec: str
-    q: str
-    k: str
-    v: str | None
-    heads: Heads
-    layout: Layout | None
-    circuit: FactorisedQK | None  # the very projections, for couplings that can make use of their weights
+    q_name: str
+    k_name: str
+    v_name: str | None
+    heads: HeadShapes
+    layout: QKVLayout | None
+    qk_circuit: FactorizedQK | None  # the very projections, for couplings that can make use of their weights
 
 
 class CoupledAttention(nn.Module):
     """The part of a coupled layer that is ours; `coupled_class` puts it in front of the model's own class."""
 
     roles: ClassVar[dict[str, str]] = {"coupling": "coupling"}
-    original: ClassVar[type[nn.Module]]
+    original_class: ClassVar[type[nn.Module]]
     coupling: nn.Module
-    coupling_plan: Plan
+    coupling_info: CouplingInfo
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         coupling = self._modules["coupling"]
-        in_midst = not self.training and self._in_midst(*args, *kwargs.values())
+        in_midst = not self.training and self._has_past(*args, *kwargs.values())
         if isinstance(coupling, Coupling) and coupling.passes_by(in_midst):
-            return self.original.forward(self, *args, **kwargs)
-        view = (SeparateView if self.coupling_plan.layout is None else FusedView)(self, in_midst)
-        out = self.original.forward(view, *args, **kwargs)
-        view.finish()
+            return self.original_class.forward(self, *args, **kwargs)
+        view = (SeparateQKVProxy if self.coupling_info.layout is None else FusedQKVProxy)(self, in_midst)
+        out = self.original_class.forward(view, *args, **kwargs)
+        view.check_projections_called()
         return out
 
-    def _in_midst(self, *given: Any) -> bool:
+    def _has_past(self, *inputs: Any) -> bool:
         """Whether a cache among what the layer was given already holds the beginning of the text."""
         if torch.compiler.is_compiling():
             return False
-        for value in given:
+        for value in inputs:
             if not isinstance(value, Tensor) and hasattr(value, "get_seq_length"):
                 return bool(value.get_seq_length(getattr(self, "layer_idx", None) or 0))
         return False
 
     def __reduce__(self) -> Any:
         # a class made at run time cannot be found by its name, so copies and pickles make it anew
-        return _empty, (self.original,), self.__dict__
+        return _new_coupled_layer, (self.original_class,), self.__dict__
 
 
-_classes: dict[type[nn.Module], type[CoupledAttention]] = {}
+_coupled_classes: dict[type[nn.Module], type[CoupledAttention]] = {}
 
 
-def coupled_class(original: type[nn.Module]) -> type[CoupledAttention]:
-    if original not in _classes:
-        name = f"Coupled{original.__name__}"
-        _classes[original] = type(name, (CoupledAttention, original), {"original": original})
-    return _classes[original]
+def coupled_class(original_class: type[nn.Module]) -> type[CoupledAttention]:
+    if original_class not in _coupled_classes:
+        name = f"Coupled{original_class.__name__}"
+        _coupled_classes[original_class] = type(
+            name, (CoupledAttention, original_class), {"original_class": original_class}
+        )
+    return _coupled_classes[original_class]
 
 
-def _empty(original: type[nn.Module]) -> nn.Module:
-    cls = coupled_class(original)
+def _new_coupled_layer(original_class: type[nn.Module]) -> nn.Module:
+    cls = coupled_class(original_class)
     return cls.__new__(cls)
 
 
-class View:
+class LayerProxy:
     """A layer as its own forward sees it for one call."""
 
-    def __init__(self, layer: CoupledAttention, in_midst: bool) -> None:
+    def __init__(self, layer: CoupledAttention, has_past: bool) -> None:
         if not torch.compiler.is_compiling():
             # at hand, so that they need not be looked up one by one, which generation would feel
             vars(self).update(vars(layer))
             vars(self).update(layer._modules)
-        self.coupled_layer, self.coupled_in_midst = layer, in_midst
+        self.coupled_layer, self.coupled_has_past = layer, has_past
         self.coupled_input: Tensor | None = None  # of the projections, once they were asked
 
     def __getattr__(self, name: str) -> Any:
@@ -110,9 +112,9 @@ class View:
         """Couple (B, T, H, D) and (B, T, G, D); what comes out has the precision that went in."""
         coupling = self.coupled_layer.coupling
         if isinstance(coupling, Coupling):
-            coupling.refuse_offloaded(q, around=type(self.coupled_layer).__name__)
+            coupling.check_not_offloaded(q, module_class=type(self.coupled_layer).__name__)
         own = next(coupling.parameters(), q).dtype
-        if own == q.dtype and not under_autocast(q):
+        if own == q.dtype and not is_autocast_enabled(q):
             out: tuple[Tensor, Tensor] = coupling(q, k)
             return out
         # a coupling is small: it works in a precision that loses nothing of the tokens or of its weights
@@ -121,7 +123,7 @@ class View:
             new_q, new_k = coupling(q.to(exact), k.to(exact))
         return new_q.to(q.dtype), new_k.to(k.dtype)
 
-    def finish(self) -> None:
+    def check_projections_called(self) -> None:
         """The layer's forward is over."""
         if self.coupled_input is None:
             raise InputError(
@@ -130,28 +132,28 @@ class View:
             )
 
 
-class SeparateView(View):
+class SeparateQKVProxy(LayerProxy):
     """Whichever projection is asked first, both run; the other's half is kept until it is asked for.
 
     What is prepared for inference yields the values as well, for when they are asked for.
     """
 
-    def __init__(self, layer: CoupledAttention, in_midst: bool) -> None:
-        super().__init__(layer, in_midst)
+    def __init__(self, layer: CoupledAttention, has_past: bool) -> None:
+        super().__init__(layer, has_past)
         self.coupled_q: Tensor | None = None
         self.coupled_k: Tensor | None = None
-        setattr(self, layer.coupling_plan.q, self.queries)
-        setattr(self, layer.coupling_plan.k, self.keys)
+        setattr(self, layer.coupling_info.q_name, self.project_queries)
+        setattr(self, layer.coupling_info.k_name, self.project_keys)
 
-    def queries(self, x: Tensor, *more: Any) -> Tensor | None:
-        self._refuse(more)
+    def project_queries(self, x: Tensor, *extra_args: Any) -> Tensor | None:
+        self._check_no_extra_args(extra_args)
         if self.coupled_input is not x:
             self._project(x)
         q, self.coupled_q = self.coupled_q, None
         return q
 
-    def keys(self, x: Tensor, *more: Any) -> Tensor | None:
-        self._refuse(more)
+    def project_keys(self, x: Tensor, *extra_args: Any) -> Tensor | None:
+        self._check_no_extra_args(extra_args)
         if self.coupled_input is not x:
             self._project(x)
         k, self.coupled_k = self.coupled_k, None
@@ -164,28 +166,28 @@ class SeparateView(View):
                 "cross-attention does, so no token has both: detach this layer"
             )
         self.coupled_input = x
-        found = self._as_found(x)
-        if found is not None and self._rest(x, *found):
+        found = self._fusable(x)
+        if found is not None and self._project_prepared(x, *found):
             return
         if found is not None and found[0].multiplies(found[1]):
             q, k = found[0].together(x, found[1])
         else:
-            plan, layer = self.coupled_layer.coupling_plan, self.coupled_layer
-            q, k = layer.get_submodule(plan.q)(x), layer.get_submodule(plan.k)(x)
-            q = q.view(-1, q.shape[-2], plan.heads.queries, plan.heads.size)
-            k = k.view(-1, k.shape[-2], plan.heads.keys, plan.heads.size)
+            plan, layer = self.coupled_layer.coupling_info, self.coupled_layer
+            q, k = layer.get_submodule(plan.q_name)(x), layer.get_submodule(plan.k_name)(x)
+            q = q.view(-1, q.shape[-2], plan.heads.n_q, plan.heads.head_dim)
+            k = k.view(-1, k.shape[-2], plan.heads.n_k, plan.heads.head_dim)
             q, k = self.couple(q, k)
         q, k = (part.reshape(*x.shape[:-1], -1) for part in (q, k))
         if getattr(getattr(self, "config", None), "clip_qkv", None) is not None and torch.is_grad_enabled():
             q, k = q.clone(), k.clone()  # the layer clips in place what the backward pass has kept
         self.coupled_q, self.coupled_k = q, k
 
-    def _rest(self, x: Tensor, coupling: Coupling, circuit: FactorisedQK) -> bool:
+    def _project_prepared(self, x: Tensor, coupling: Coupling, qk_circuit: FactorizedQK) -> bool:
         """Queries, keys and values from what is prepared for inference, if anything is."""
-        name = self.coupled_layer.coupling_plan.v or ""
+        name = self.coupled_layer.coupling_info.v_name or ""
         to_v = self.coupled_layer._modules.get(name)
-        v = to_v if untouched(to_v) else None
-        at_rest = coupling.resting(x, circuit, v, self.coupled_in_midst)
+        v = to_v if is_plain_linear(to_v) else None
+        at_rest = coupling.resting(x, qk_circuit, v, self.coupled_has_past)
         if at_rest is None:
             return False
         self.coupled_q, self.coupled_k, values = at_rest(x)
@@ -193,32 +195,37 @@ class SeparateView(View):
             setattr(self, name, lambda given: values if given is x else v(given))
         return True
 
-    def _refuse(self, more: tuple[Any, ...]) -> None:
-        if more:
+    def _check_no_extra_args(self, extra_args: tuple[Any, ...]) -> None:
+        if extra_args:
             raise InputError(
                 f"{type(self.coupled_layer).__name__} gives its projections more than tokens, so no coupling "
                 "can stand behind them: detach this layer"
             )
 
-    def _as_found(self, x: Tensor) -> tuple[Coupling, FactorisedQK] | None:
+    def _fusable(self, x: Tensor) -> tuple[Coupling, FactorizedQK] | None:
         """What may project and couple as one: nothing has been put in anything's place since."""
-        plan, parts = self.coupled_layer.coupling_plan, self.coupled_layer._modules
-        circuit, coupling, to_q, to_k = plan.circuit, parts["coupling"], parts[plan.q], parts[plan.k]
+        plan, parts = self.coupled_layer.coupling_info, self.coupled_layer._modules
+        circuit, coupling, to_q, to_k = (
+            plan.qk_circuit,
+            parts["coupling"],
+            parts[plan.q_name],
+            parts[plan.k_name],
+        )
         if (
             circuit is not None
             and circuit._modules["q"] is to_q
             and circuit._modules["k"] is to_k
-            and untouched(to_q)
-            and untouched(to_k)
+            and is_plain_linear(to_q)
+            and is_plain_linear(to_k)
             and x.dim() == 3
             and isinstance(coupling, Coupling)
-            and not under_autocast(x)
+            and not is_autocast_enabled(x)
         ):
             return coupling, circuit
         return None
 
-    def finish(self) -> None:
-        super().finish()
+    def check_projections_called(self) -> None:
+        super().check_projections_called()
         if (self.coupled_q is None) != (self.coupled_k is None):
             raise InputError(
                 f"{type(self.coupled_layer).__name__} used its query without its own key, as layers do that "
@@ -226,48 +233,59 @@ class SeparateView(View):
             )
 
 
-class FusedView(View):
+class FusedQKVProxy(LayerProxy):
     """One projection gives queries, keys and values: cut, couple, and put together again."""
 
-    def __init__(self, layer: CoupledAttention, in_midst: bool) -> None:
-        super().__init__(layer, in_midst)
-        setattr(self, layer.coupling_plan.q, self.fused)
+    def __init__(self, layer: CoupledAttention, has_past: bool) -> None:
+        super().__init__(layer, has_past)
+        setattr(self, layer.coupling_info.q_name, self.project_qkv)
 
-    def fused(self, x: Tensor) -> Tensor:
-        layer, plan = self.coupled_layer, self.coupled_layer.coupling_plan
+    def project_qkv(self, x: Tensor) -> Tensor:
+        layer, plan = self.coupled_layer, self.coupled_layer.coupling_info
         assert plan.layout is not None
         self.coupled_input = x
-        out: Tensor = getattr(layer, plan.q)(x)
+        out: Tensor = getattr(layer, plan.q_name)(x)
         q, k, v = plan.layout.split(out.view(-1, *out.shape[-2:]))
-        return plan.layout.join(*self.couple(q, k), v).view(out.shape)
+        return plan.layout.fuse(*self.couple(q, k), v).view(out.shape)
 
 
-def couple_layer(site: Site, spec: str, part: nn.Module) -> None:
+def couple_layer(attn_layer: AttentionLayer, spec: str, coupling: nn.Module) -> None:
     """Give one layer its coupling and its class."""
-    layer = site.module
-    part.train(layer.training)
-    layer.coupling = part
-    plan = Plan(spec, site.q, site.k, site.v, site.heads, site.layout, _circuit(site, part))
-    layer.coupling_plan = plan  # type: ignore[assignment]
+    layer = attn_layer.module
+    coupling.train(layer.training)
+    layer.coupling = coupling
+    plan = CouplingInfo(
+        spec,
+        attn_layer.q_name,
+        attn_layer.k_name,
+        attn_layer.v_name,
+        attn_layer.heads,
+        attn_layer.layout,
+        _qk_circuit(attn_layer, coupling),
+    )
+    layer.coupling_info = plan  # type: ignore[assignment]
     _change_class(layer, coupled_class(type(layer)))
 
 
 def uncouple_layer(layer: CoupledAttention) -> None:
-    del layer.coupling, layer.coupling_plan
-    _change_class(layer, layer.original)
+    del layer.coupling, layer.coupling_info
+    _change_class(layer, layer.original_class)
 
 
-def _circuit(site: Site, part: nn.Module) -> FactorisedQK | None:
+def _qk_circuit(attn_layer: AttentionLayer, coupling: nn.Module) -> FactorizedQK | None:
     """The layer's own projections as a circuit of ours, for couplings that use products of their weights."""
-    q, k = site.module.get_submodule(site.q), site.module.get_submodule(site.k)
-    if not isinstance(part, Coupling):
+    q, k = (
+        attn_layer.module.get_submodule(attn_layer.q_name),
+        attn_layer.module.get_submodule(attn_layer.k_name),
+    )
+    if not isinstance(coupling, Coupling):
         return None
-    if site.layout is not None or not isinstance(q, nn.Linear) or not isinstance(k, nn.Linear):
+    if attn_layer.layout is not None or not isinstance(q, nn.Linear) or not isinstance(k, nn.Linear):
         return None
-    if (q.bias is None) != (k.bias is None) or not untouched(q) or not untouched(k):
+    if (q.bias is None) != (k.bias is None) or not is_plain_linear(q) or not is_plain_linear(k):
         return None
-    circuit = FactorisedQK(1, Heads(1, 1, 1, 1, 1, 1, 1), bias=False, device="meta")
-    circuit.heads, circuit.q, circuit.k = site.heads, q, k
+    circuit = FactorizedQK(1, HeadShapes(1, 1, 1, 1, 1, 1, 1), bias=False, device="meta")
+    circuit.head_shapes, circuit.q, circuit.k = attn_layer.heads, q, k
     return circuit
 
 

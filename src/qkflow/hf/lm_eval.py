@@ -17,9 +17,9 @@ import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qkflow.errors import InputError
-from qkflow.hf.pretrained import open_model
+from qkflow.hf.pretrained import load_model_and_tokenizer
 
-TASK_FILES = (".yaml", ".yml")
+TASK_SUFFIXES = (".yaml", ".yml")
 
 
 def evaluate(
@@ -28,47 +28,47 @@ def evaluate(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     coupling: str | Path | None = None,
-    include: str | Path | None = None,
+    include_path: str | Path | None = None,
     limit: int | None = None,
-    shots: int | None = None,
-    batch: int = 8,
+    num_fewshot: int | None = None,
+    batch_size: int = 8,
     device: str | None = None,
     seed: int = 0,
 ) -> dict[str, dict[str, float]]:
     """Results of `tasks` by name, each a mapping of measures, through lm-evaluation-harness.
 
     model       a run's folder, a `transformers` folder or name, or a model in memory with its `tokenizer`
-    coupling    a folder that `hf.save` wrote, attached to a model that is opened here
+    coupling    a folder that `hf.save_adapter` wrote, attached to a model that is opened here
     tasks       names the harness knows, or paths of YAML files that describe tasks of your own
     include     a folder with more tasks in YAML files
     limit, shots, batch   documents a task, examples shown before each, documents at a time
     device      where to compute (default: where the model is)
     """
-    harness = _harness()
+    harness = _import_lm_eval()
     if not tasks:
         raise InputError("name at least one task, e.g. hellaswag")
     if isinstance(model, str | Path):
-        model, own = open_model(model, coupling=coupling)
+        model, own = load_model_and_tokenizer(model, coupling=coupling)
         tokenizer = own if tokenizer is None else tokenizer
     elif coupling is not None:
         raise InputError(
-            f"a model in memory is evaluated as it is: hf.load(model, '{coupling}') attaches its coupling"
+            f"a model in memory is evaluated as it is: hf.load_adapter(model, '{coupling}') attaches its coupling"
         )
     elif tokenizer is None:
         raise InputError("a model in memory needs its tokenizer: evaluate(model, tasks, tokenizer=…)")
     if device is not None:
         model.to(device)
-    with _left_as_found(model):
-        manager, chosen = _load_tasks(harness, tasks, include, limit)
-        wrapped = harness.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
-        at_work = _watch(wrapped)
+    with _restore_mode_and_rng(model):
+        manager, chosen = _load_tasks(harness, tasks, include_path, limit)
+        wrapped = harness.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        at_work = _reject_nan_scores(wrapped)
         seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
         try:
             found = harness.simple_evaluate(
                 model=wrapped,
                 tasks=chosen,
                 task_manager=manager,
-                num_fewshot=shots,
+                num_fewshot=num_fewshot,
                 limit=limit,
                 log_samples=False,
                 bootstrap_iters=1000,
@@ -79,12 +79,12 @@ def evaluate(
         except Exception as error:
             if at_work:  # the model's error is not the task's
                 raise
-            raise _bad_task(tasks, error) from error
-    return {task: _measures(values) for task, values in found["results"].items()}
+            raise _task_error(tasks, error) from error
+    return {task: _metrics(values) for task, values in found["results"].items()}
 
 
 @contextlib.contextmanager
-def _left_as_found(model: PreTrainedModel) -> Iterator[None]:
+def _restore_mode_and_rng(model: PreTrainedModel) -> Iterator[None]:
     """Give back what the harness sets: evaluation mode and everybody's random numbers."""
     training = [module for module in model.modules() if module.training]
     python, numpy = random.getstate(), np.random.get_state()
@@ -98,7 +98,7 @@ def _left_as_found(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def _watch(wrapped: Any) -> list[str]:
+def _reject_nan_scores(lm: Any) -> list[str]:
     """What the model is at, if it is at work; scores that are no numbers are refused.
 
     Comparing NaNs finds the first choice the best of all.
@@ -120,11 +120,11 @@ def _watch(wrapped: Any) -> list[str]:
         return answer
 
     for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
-        setattr(wrapped, name, watched(name, getattr(wrapped, name)))
+        setattr(lm, name, watched(name, getattr(lm, name)))
     return at_work
 
 
-def _harness() -> Any:
+def _import_lm_eval() -> Any:
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -136,22 +136,22 @@ def _harness() -> Any:
 
 
 def _load_tasks(
-    harness: Any, tasks: Sequence[str], include: str | Path | None, limit: int | None
+    harness: Any, tasks: Sequence[str], include_path: str | Path | None, limit: int | None
 ) -> tuple[Any, list[Any]]:
     """A task manager, and the tasks and groups of tasks with their questions."""
     tasks = list(dict.fromkeys(tasks))
-    manager, names = _find_tasks(harness, tasks, include)
+    manager, names = _find_tasks(harness, tasks, include_path)
     chosen: list[Any] = []
     owners: dict[str, str] = {}
     for task, name in zip(tasks, names, strict=True):
         try:
-            loaded = _read_task(manager, name)
+            loaded = _load_task(manager, name)
             for one in loaded["tasks"].values():
                 _check_answers(one, limit)
         except InputError:
             raise
         except Exception as error:
-            raise _bad_task([task], error) from error
+            raise _task_error([task], error) from error
         for one in loaded["tasks"]:  # the results of one would stand for both
             if owners.setdefault(one, task) != task:
                 raise InputError(f"'{owners[one]}' and '{task}' both have a task '{one}': run them in turn")
@@ -159,34 +159,34 @@ def _load_tasks(
     return manager, chosen
 
 
-def _find_tasks(harness: Any, tasks: Sequence[str], include: str | Path | None) -> tuple[Any, list[str]]:
+def _find_tasks(harness: Any, tasks: Sequence[str], include_path: str | Path | None) -> tuple[Any, list[str]]:
     """A task manager that knows all of `tasks`, and what it calls them."""
-    if include is not None and not Path(include).is_dir():
-        raise InputError(f"there is no folder '{include}' to look for tasks in")
-    folder = None if include is None else str(Path(include).resolve())
+    if include_path is not None and not Path(include_path).is_dir():
+        raise InputError(f"there is no folder '{include_path}' to look for tasks in")
+    folder = None if include_path is None else str(Path(include_path).resolve())
     # the harness comes with thousands of tasks, so they are read only if one is not among our own
     for with_defaults in (False, True):
         manager = harness.TaskManager(include_path=folder, include_defaults=with_defaults)
         known = set(manager.all_tasks)
-        if all(task in known or Path(task).suffix in TASK_FILES for task in tasks):
+        if all(task in known or Path(task).suffix in TASK_SUFFIXES for task in tasks):
             break
-    return manager, [task if task in known else _task_file(task) for task in tasks]
+    return manager, [task if task in known else _resolve_task_file(task) for task in tasks]
 
 
-def _task_file(task: str) -> str:
+def _resolve_task_file(task: str) -> str:
     path = Path(task)
-    if path.suffix not in TASK_FILES:
+    if path.suffix not in TASK_SUFFIXES:
         raise InputError(
             f"the harness knows no task '{task}': `lm-eval ls tasks` lists them; a task of your own is a "
             "YAML file, given by its path or found in the folder that `include` names"
         )
     if not path.is_file():
         raise InputError(f"there is no task file '{task}'")
-    _check_file(path)
+    _check_task_file(path)
     return str(path.resolve())
 
 
-def _check_file(path: Path) -> None:
+def _check_task_file(path: Path) -> None:
     """Refuse what the harness takes for a task and then stumbles over."""
 
     class Reader(yaml.SafeLoader):
@@ -197,7 +197,7 @@ def _check_file(path: Path) -> None:
         with path.open("rb") as file:
             config = yaml.load(file, Reader)
     except (OSError, yaml.YAMLError) as error:
-        raise _bad_task([str(path)], error) from error
+        raise _task_error([str(path)], error) from error
     if not isinstance(config, dict):
         raise InputError(f"'{path}' describes no task: it must give a 'task' its name and a 'dataset_path'")
     if "group" in config:
@@ -212,7 +212,7 @@ def _check_file(path: Path) -> None:
             raise InputError(f"the task file '{path}' has no '{key}', or one that is not a text")
 
 
-def _read_task(manager: Any, name: str) -> dict[str, Any]:
+def _load_task(manager: Any, name: str) -> dict[str, Any]:
     """A task with its questions: files of them are looked for from here, then beside the task's own."""
     try:
         return manager.load([name])
@@ -241,7 +241,7 @@ def _check_answers(task: Any, limit: int | None) -> None:
                 )
 
 
-def _bad_task(tasks: Sequence[str], error: Exception) -> InputError:
+def _task_error(tasks: Sequence[str], error: Exception) -> InputError:
     """What is wrong with a task, from what the harness stumbled over."""
     if type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
         error = error.__cause__  # which says what is wrong with the questions
@@ -266,7 +266,7 @@ def _bad_task(tasks: Sequence[str], error: Exception) -> InputError:
     return InputError(f"{name} cannot be run: {reason or type(error).__name__}")
 
 
-def _measures(values: dict[str, Any]) -> dict[str, float]:
+def _metrics(values: dict[str, Any]) -> dict[str, float]:
     """`acc,none` → `acc`; what measures nothing (aliases, counts, "N/A") is left out."""
     return {
         key.removesuffix(",none"): float(value)

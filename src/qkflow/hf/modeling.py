@@ -33,7 +33,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from qkflow.attention.init import Draw, Start, Startable
+from qkflow.attention.init import InitScheme, ParamSampler, SupportsInit
 from qkflow.errors import InputError, unknown
 from qkflow.models import Block, Decoder, ModelConfig, preset
 from qkflow.models.config import AttentionConfig
@@ -42,38 +42,38 @@ MODEL_FIELDS = frozenset(field.name for field in dataclasses.fields(ModelConfig)
 ATTENTION_FIELDS = frozenset(field.name for field in dataclasses.fields(AttentionConfig))
 
 
-def _shared(field: str, about: str, otherwise: Callable[[QKFlowConfig], Any] | None = None) -> property:
+def _config_property(
+    field: str, doc: str, default_fn: Callable[[QKFlowConfig], Any] | None = None
+) -> property:
     """A field of our config, here by whatever name; `otherwise` says what a None stands for."""
 
     def read(self: QKFlowConfig) -> Any:
         value = (self.shape or {})[field]
-        return otherwise(self) if value is None and otherwise is not None else value
+        return default_fn(self) if value is None and default_fn is not None else value
 
     def write(self: QKFlowConfig, value: Any) -> None:
         self.shape = {**(self.shape or {}), field: value}
 
-    return property(read, write, doc=about)
+    return property(read, write, doc=doc)
 
 
 class QKFlowConfig(PreTrainedConfig):
     """The fields of `ModelConfig`, given directly or as `shape`, and what `transformers` needs besides.
 
-    QKFlowConfig(vocabulary=2048, layers=4, width=128, heads=4, attention={"coupling": "euler"})
+    QKFlowConfig(vocab_size=2048, n_layers=4, dim=128, n_heads=4, attention={"coupling": "euler"})
     """
 
     model_type = "qkflow"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     # what `transformers`, PEFT and others call the fields of ours
     aliases: ClassVar[dict[str, str]] = {
-        "vocab_size": "vocabulary",
-        "hidden_size": "width",
-        "num_hidden_layers": "layers",
-        "num_attention_heads": "heads",
-        "num_key_value_heads": "kv_heads",
-        "head_dim": "head_size",
-        "intermediate_size": "hidden",
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "hidden_dim",
         "rms_norm_eps": "norm_eps",
-        "tie_word_embeddings": "tied",
+        "tie_word_embeddings": "tie_embeddings",
     }
 
     shape: dict | None = None  # a preset, unless given; never None once made
@@ -89,63 +89,72 @@ class QKFlowConfig(PreTrainedConfig):
             raise InputError(f"shape is a mapping of model fields to values, not {self.shape!r}")
         said = {**(self.shape or {}), **given}
         self.shape = ModelConfig.from_dict({**(self.shape or preset("tiny").to_dict()), **given}).to_dict()
-        kwargs = {name: value for name, value in kwargs.items() if not self._said(name, value, said)}
+        kwargs = {name: value for name, value in kwargs.items() if not self._already_given(name, value, said)}
         if self.shape["slow"] is not None:  # its state has no place in a cache of transformers
             self.use_cache = False
         super().__post_init__(**kwargs)
         self.model_config()  # refuses what came by another name
 
-    def _said(self, name: str, value: Any, said: dict[str, Any]) -> bool:
+    def _already_given(self, name: str, value: Any, given: dict[str, Any]) -> bool:
         """Whether the shape says this already; what contradicts it, or would be passed over, is refused."""
         if name in ATTENTION_FIELDS:
             raise InputError(f"'{name}' is an option of attention: give attention={{'{name}': {value!r}}}")
         field = self.aliases.get(name)
-        if field in said and getattr(self, name) != value:
-            raise InputError(f"{field}={said[field]!r} and {name}={value!r} contradict each other")
+        if field in given and getattr(self, name) != value:
+            raise InputError(f"{field}={given[field]!r} and {name}={value!r} contradict each other")
         meant = difflib.get_close_matches(name, MODEL_FIELDS, cutoff=0.8)
         if meant and field is None and not hasattr(self, name):
             raise unknown("field of QKFlowConfig", name, MODEL_FIELDS)
-        return field in said
+        return field in given
 
-    vocab_size = _shared("vocabulary", "size of the vocabulary")
-    hidden_size = _shared("width", "size of the residual stream")
-    num_hidden_layers = _shared("layers", "number of blocks")
-    num_attention_heads = _shared("heads", "query heads")
-    num_key_value_heads = _shared("kv_heads", "key and value heads", lambda self: self.num_attention_heads)
-    head_dim = _shared(
-        "head_size", "size of a head", lambda self: self.hidden_size // self.num_attention_heads
+    vocab_size = _config_property("vocab_size", "size of the vocabulary")
+    hidden_size = _config_property("dim", "size of the residual stream")
+    num_hidden_layers = _config_property("n_layers", "number of blocks")
+    num_attention_heads = _config_property("n_heads", "query heads")
+    num_key_value_heads = _config_property(
+        "n_kv_heads", "key and value heads", lambda self: self.num_attention_heads
     )
-    intermediate_size = _shared("hidden", "width of the feed-forward", lambda self: 4 * self.hidden_size)
-    rms_norm_eps = _shared("norm_eps", "added under the root of every norm")
-    tie_word_embeddings = _shared("tied", "whether the embedding is the output matrix as well")
+    head_dim = _config_property(
+        "head_dim", "size of a head", lambda self: self.hidden_size // self.num_attention_heads
+    )
+    intermediate_size = _config_property(
+        "hidden_dim", "width of the feed-forward", lambda self: 4 * self.hidden_size
+    )
+    rms_norm_eps = _config_property("norm_eps", "added under the root of every norm")
+    tie_word_embeddings = _config_property(
+        "tie_embeddings", "whether the embedding is the output matrix as well"
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """With the names that others look for in a config's file."""
-        return {**super().to_dict(), **{name: getattr(self, name) for name in self.aliases}}
+        return {
+            **super().to_dict(),
+            **{name: getattr(self, name) for name in ("vocab_size", "head_dim", *self.aliases)},
+        }
 
     def model_config(self) -> ModelConfig:
         return ModelConfig.from_dict(self.shape or {})
 
 
-for _field in MODEL_FIELDS:  # so that AutoConfig.from_pretrained(folder, layers=2) finds it
-    setattr(QKFlowConfig, _field, _shared(_field, f"see ModelConfig.{_field}"))
+for _field in MODEL_FIELDS - set(vars(QKFlowConfig)):  # so that from_pretrained(folder, n_layers=2) finds it
+    setattr(QKFlowConfig, _field, _config_property(_field, f"see ModelConfig.{_field}"))
 
 
 class LayerCache:
     """One layer of a `transformers` cache, in the manner of our own `KVCache`."""
 
-    def __init__(self, cache: Cache, layer: int) -> None:
-        self.cache, self.layer = cache, layer
+    def __init__(self, cache: Cache, layer_idx: int) -> None:
+        self.cache, self.layer_idx = cache, layer_idx
 
     @property
     def length(self) -> int:
-        return int(self.cache.get_seq_length(self.layer))
+        return int(self.cache.get_seq_length(self.layer_idx))
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end, key_heads = self.length + k.shape[1], k.shape[2]
         if key_heads > v.shape[2]:  # differential: a static cache wants as many heads of keys as of values
             k = k.reshape(*k.shape[:2], v.shape[2], -1)
-        keys, values = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer)
+        keys, values = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
         # a static cache hands out all its room, filled or not
         keys, values = keys[:, :, :end].transpose(1, 2), values[:, :, :end].transpose(1, 2)
         return keys.reshape(*keys.shape[:2], key_heads, -1), values
@@ -166,7 +175,7 @@ class QKFlowPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Start what a checkpoint did not hold; a fresh decoder has started itself."""
-        if not isinstance(module, Startable):
+        if not isinstance(module, SupportsInit):
             super()._init_weights(module)
             return
         loaded = [
@@ -176,7 +185,7 @@ class QKFlowPreTrainedModel(PreTrainedModel):
         ]
         config = self.config.model_config()
         seed = int(torch.randint(2**62, ()))
-        module.start_parameters(Draw(Start.parse(config.start), seed, config.layers))
+        module.init_parameters(ParamSampler(InitScheme.parse(config.init), seed, config.n_layers))
         for parameter, value in loaded:
             parameter.copy_(value)
 
@@ -194,20 +203,20 @@ class QKFlowModel(QKFlowPreTrainedModel):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        return self.decoder.checkpoint_blocks
+        return self.decoder.activation_checkpointing
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:
-        self.decoder.checkpoint_blocks = value
+        self.decoder.activation_checkpointing = value
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.decoder.embedding = value
-        self.decoder.config = dataclasses.replace(self.decoder.config, vocabulary=len(value.weight))
+        self.decoder.config = dataclasses.replace(self.decoder.config, vocab_size=len(value.weight))
 
-    def couplings_changed(self) -> None:
+    def sync_config(self) -> None:
         self.config.shape = self.decoder.config.to_dict()
 
     @capture_outputs
@@ -236,7 +245,7 @@ class QKFlowModel(QKFlowPreTrainedModel):
             use_cache = False
         documents = None
         if attention_mask is None and past_key_values is None and position_ids is not None:
-            documents = _documents(position_ids)
+            documents = _document_ids(position_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         caches: Any = None
@@ -245,8 +254,8 @@ class QKFlowModel(QKFlowPreTrainedModel):
         padding = None
         if attention_mask is not None and (torch.compiler.is_compiling() or not attention_mask.all()):
             padding = attention_mask.bool()
-        hidden = self.decoder.from_embeddings(
-            x, positions=position_ids, padding=padding, documents=documents, caches=caches
+        hidden = self.decoder.forward_embeddings(
+            x, positions=position_ids, attention_mask=padding, document_ids=documents, caches=caches
         )
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
@@ -260,7 +269,7 @@ def _check_mask(attention_mask: Tensor, x: Tensor) -> None:
         raise InputError(f"attention_mask covers {attention_mask.shape[1]} tokens of {x.shape[1]}")
 
 
-def _documents(position_ids: Tensor) -> Tensor | None:
+def _document_ids(position_ids: Tensor) -> Tensor | None:
     """Which text of a packed row each token belongs to, as `transformers` reads it: positions begin anew."""
     first = position_ids[..., :1] - 1
     documents = (position_ids.diff(prepend=first, dim=-1) != 1).cumsum(-1)

@@ -18,17 +18,17 @@ from typing import Any, Literal
 from torch import nn
 
 from qkflow.errors import InputError, unknown
-from qkflow.hf.attention_layers import candidates
-from qkflow.hf.qkv_layout import OUTPUT
-from qkflow.hf.split_qkv import PARTS, split_fused
+from qkflow.hf.attention_layers import iter_attention_modules
+from qkflow.hf.qkv_layout import OUTPUT_PROJECTIONS
+from qkflow.hf.split_qkv import QKV_ROLES, split_fused_qkv
 from qkflow.roles import ROLES, has_roles, parameter_roles
 
-QK = ("q", "k", "qk")  # the projections and their biases; "qk_norm" and "coupling" may be added
-FUSED_ROLE = "qkv"
+QK_ROLES = ("q", "k", "qk")  # the projections and their biases; "qk_norm" and "coupling" may be added
+FUSED_QKV_ROLE = "qkv"
 
 # What parameters of `transformers` models are called, outside the projections that their structure tells.
 # The first row that fits the dotted name decides.
-KNOWN_NAMES: tuple[tuple[str, str], ...] = (
+PARAMETER_NAME_PATTERNS: tuple[tuple[str, str], ...] = (
     (r"\.coupling\.", "coupling"),
     (r"parametrizations\.\w+\.original0$", "q"),
     (r"parametrizations\.\w+\.original1$", "k"),
@@ -47,18 +47,20 @@ KNOWN_NAMES: tuple[tuple[str, str], ...] = (
     (r"(^|\.)(project_in|project_out|final_logits_bias|head)\b", "head"),
 )
 
-Roles = Mapping[str, str] | Callable[[str], str | None]
+RoleOverrides = Mapping[str, str] | Callable[[str], str | None]
 
 
-def roles_of(model: nn.Module, roles: Roles | None = None) -> dict[str, str]:
+def infer_parameter_roles(model: nn.Module, roles: RoleOverrides | None = None) -> dict[str, str]:
     """The role of every parameter by name.
 
     Our own models declare them; `transformers` models are read by structure and by known names; for what
     neither tells, `roles` maps name patterns (`"*.wq.*": "q"`) or names, through a function, to roles.
     """
-    found: dict[str, str | None] = {**parameter_roles(model)} if has_roles(model) else _roles_read(model)
+    found: dict[str, str | None] = {**parameter_roles(model)} if has_roles(model) else _infer_roles(model)
     if roles is not None:
-        found |= {name: role for name, role in _roles_given(model, roles).items() if role is not None}
+        found |= {
+            name: role for name, role in _match_role_overrides(model, roles).items() if role is not None
+        }
     lost = [name for name, role in found.items() if role is None]
     if lost:
         shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
@@ -69,7 +71,7 @@ def roles_of(model: nn.Module, roles: Roles | None = None) -> dict[str, str]:
     return {name: role for name, role in found.items() if role is not None}
 
 
-def _roles_given(model: nn.Module, roles: Roles) -> dict[str, str | None]:
+def _match_role_overrides(model: nn.Module, roles: RoleOverrides) -> dict[str, str | None]:
     names = [name for name, _ in model.named_parameters()]
     if callable(roles):
         found = {name: roles(name) for name in names}
@@ -77,44 +79,44 @@ def _roles_given(model: nn.Module, roles: Roles) -> dict[str, str | None]:
         for pattern in roles:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise InputError(f"the pattern '{pattern}' fits no parameter of {type(model).__name__}")
-        found = {name: _first(roles, name) for name in names}
-    for role in set(found.values()) - {None, FUSED_ROLE}:
+        found = {name: _first_match(roles, name) for name in names}
+    for role in set(found.values()) - {None, FUSED_QKV_ROLE}:
         if role not in ROLES:
             raise unknown("role", str(role), ROLES)
     return found
 
 
-def _first(patterns: Mapping[str, str], name: str) -> str | None:
+def _first_match(patterns: Mapping[str, str], name: str) -> str | None:
     return next((role for pattern, role in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
-def _roles_read(model: nn.Module) -> dict[str, str | None]:
+def _infer_roles(model: nn.Module) -> dict[str, str | None]:
     prefixes: dict[str, str] = {}
-    for name, module, kind in candidates(model):
+    for name, module, kind in iter_attention_modules(model):
         path = f"{name}." if name else ""
-        for part, role in zip(kind, PARTS if len(kind) > 1 else (FUSED_ROLE,), strict=True):
+        for part, role in zip(kind, QKV_ROLES if len(kind) > 1 else (FUSED_QKV_ROLE,), strict=True):
             prefixes[f"{path}{part}."] = role
-        for part in OUTPUT:
+        for part in OUTPUT_PROJECTIONS:
             if hasattr(module, part):
                 prefixes[f"{path}{part}."] = "o"
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             path = f"{name}." if name else ""
-            own = {"in_proj": FUSED_ROLE, "out_proj.": "o", "bias_k": "k", "bias_v": "v"}
-            own |= {f"{part}_proj_weight": part for part in PARTS}
+            own = {"in_proj": FUSED_QKV_ROLE, "out_proj.": "o", "bias_k": "k", "bias_v": "v"}
+            own |= {f"{part}_proj_weight": part for part in QKV_ROLES}
             prefixes |= {f"{path}{start}": role for start, role in own.items()}
-    return {name: _role_read(name, prefixes) for name, _ in model.named_parameters()}
+    return {name: _infer_role(name, prefixes) for name, _ in model.named_parameters()}
 
 
-def _role_read(name: str, prefixes: dict[str, str]) -> str | None:
+def _infer_role(name: str, prefixes: dict[str, str]) -> str | None:
     told = next((role for prefix, role in prefixes.items() if name.startswith(prefix)), None)
-    if told is not None and not (told == FUSED_ROLE and ".parametrizations." in name):
+    if told is not None and not (told == FUSED_QKV_ROLE and ".parametrizations." in name):
         return told
-    return next((role for pattern, role in KNOWN_NAMES if re.search(pattern, name)), None)
+    return next((role for pattern, role in PARAMETER_NAME_PATTERNS if re.search(pattern, name)), None)
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterSettings:
     """One parameter, as it will be trained."""
 
     name: str
@@ -126,28 +128,30 @@ class Row:
     trainable: bool
 
 
-def describe(
+def describe_param_groups(
     model: nn.Module,
     lr: float,
     *,
     ratio: float = 1.0,
-    qk: Iterable[str] = QK,
+    qk_roles: Iterable[str] = QK_ROLES,
     embed_ratio: float = 1.0,
     weight_decay: float = 0.0,
     decay: Literal["matrices", "all"] = "matrices",
-    roles: Roles | None = None,
-) -> list[Row]:
+    roles: RoleOverrides | None = None,
+) -> list[ParameterSettings]:
     """What `param_groups` does to each parameter, in the order of the model."""
-    qk = _check(lr, ratio, tuple(qk), embed_ratio, weight_decay, decay)
-    found = roles_of(model, roles)
+    qk_roles = _validate_options(lr, ratio, tuple(qk_roles), embed_ratio, weight_decay, decay)
+    found = infer_parameter_roles(model, roles)
     rows = []
     for name, parameter in model.named_parameters():
         role = found[name]
-        group = "qk" if role in qk else {"embed": "embed", FUSED_ROLE: "fused"}.get(role, "rest")
+        group = "qk" if role in qk_roles else {"embed": "embed", FUSED_QKV_ROLE: "fused"}.get(role, "rest")
         rate = {"qk": ratio, "embed": embed_ratio}.get(group, 1.0)
         decays = weight_decay if decay == "all" or parameter.dim() >= 2 else 0.0
         rows.append(
-            Row(name, role, group, tuple(parameter.shape), lr * rate, decays, parameter.requires_grad)
+            ParameterSettings(
+                name, role, group, tuple(parameter.shape), lr * rate, decays, parameter.requires_grad
+            )
         )
     return rows
 
@@ -157,12 +161,12 @@ def param_groups(
     lr: float,
     *,
     ratio: float = 1.0,
-    qk: Iterable[str] = QK,
+    qk_roles: Iterable[str] = QK_ROLES,
     embed_ratio: float = 1.0,
     weight_decay: float = 0.0,
     decay: Literal["matrices", "all"] = "matrices",
-    roles: Roles | None = None,
-    fused: Literal["split", "refuse"] = "split",
+    roles: RoleOverrides | None = None,
+    fused_qkv: Literal["split", "refuse"] = "split",
 ) -> list[dict[str, Any]]:
     """Groups for any optimizer, with learning rate `lr`, and `lr·ratio` for the query-key circuit.
 
@@ -176,32 +180,34 @@ def param_groups(
     Each group has a `name` ("qk", "embed", "rest", or "fused" where a ratio of 1 needs no splitting) and the
     `names` of its parameters.
     """
-    if fused not in ("split", "refuse"):
-        raise InputError(f"fused is 'split' or 'refuse', not '{fused}'")
+    if fused_qkv not in ("split", "refuse"):
+        raise InputError(f"fused is 'split' or 'refuse', not '{fused_qkv}'")
     options: dict[str, Any] = {
         "ratio": ratio,
-        "qk": qk,
+        "qk_roles": qk_roles,
         "embed_ratio": embed_ratio,
         "weight_decay": weight_decay,
         "decay": decay,
         "roles": roles,
     }
-    rows = describe(model, lr, **options)
-    whole = [row.name for row in rows if row.role == FUSED_ROLE and row.trainable]
+    rows = describe_param_groups(model, lr, **options)
+    whole = [row.name for row in rows if row.role == FUSED_QKV_ROLE and row.trainable]
     if whole and ratio != 1:
-        if fused == "refuse":
+        if fused_qkv == "refuse":
             raise InputError(
                 f"{', '.join(whole[:4])} hold queries, keys and values in one parameter, which an optimizer "
-                "cannot train at two rates: use fused='split' or hf.split_fused(model)"
+                "cannot train at two rates: use fused='split' or hf.split_fused_qkv(model)"
             )
-        split_fused(model)
-        rows = describe(model, lr, **options)
+        split_fused_qkv(model)
+        rows = describe_param_groups(model, lr, **options)
     if ratio != 1 and not any(row.group == "qk" and row.trainable for row in rows):
-        raise InputError(f"no trainable parameter has a role in {tuple(qk)}, so a ratio changes nothing")
-    return _grouped(model, rows)
+        raise InputError(
+            f"no trainable parameter has a role in {tuple(qk_roles)}, so a ratio changes nothing"
+        )
+    return _build_groups(model, rows)
 
 
-def _grouped(model: nn.Module, rows: list[Row]) -> list[dict[str, Any]]:
+def _build_groups(model: nn.Module, rows: list[ParameterSettings]) -> list[dict[str, Any]]:
     parameters = dict(model.named_parameters())
     groups: dict[tuple[str, float, float], dict[str, Any]] = {}
     for row in rows:
@@ -225,8 +231,8 @@ def _grouped(model: nn.Module, rows: list[Row]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _check(
-    lr: float, ratio: float, qk: tuple[str, ...], embed_ratio: float, weight_decay: float, decay: str
+def _validate_options(
+    lr: float, ratio: float, qk_roles: tuple[str, ...], embed_ratio: float, weight_decay: float, decay: str
 ) -> tuple[str, ...]:
     for what, value in (("lr", lr), ("ratio", ratio), ("embed_ratio", embed_ratio)):
         if not value > 0 or not math.isfinite(value):
@@ -235,7 +241,7 @@ def _check(
         raise InputError(f"weight_decay must be zero or more, not {weight_decay}")
     if decay not in ("matrices", "all"):
         raise InputError(f"decay is 'matrices' or 'all', not '{decay}'")
-    for role in qk:
+    for role in qk_roles:
         if role not in ROLES:
             raise unknown("role", role, ROLES)
-    return qk
+    return qk_roles

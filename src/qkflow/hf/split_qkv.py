@@ -14,87 +14,97 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qkflow.attention.heads import Heads
+from qkflow.attention.heads import HeadShapes
 from qkflow.errors import InputError
-from qkflow.hf.attention_layers import candidates, self_attentions
-from qkflow.hf.qkv_layout import Layout
+from qkflow.hf.attention_layers import find_attention_layers, iter_attention_modules
+from qkflow.hf.qkv_layout import QKVLayout
 
-PARTS = ("q", "k", "v")  # of original0, original1, original2, as `parametrize` names them
+QKV_ROLES = ("q", "k", "v")  # of original0, original1, original2, as `parametrize` names them
 
 
-class Parts(nn.Module):
+class FusedQKVParametrization(nn.Module):
     """A fused tensor made of its query, key and value rows, which lie along dimension `dim`."""
 
-    back: Tensor | None
+    inverse_permutation: Tensor | None
 
-    def __init__(self, layout: Layout, dim: int) -> None:
+    def __init__(self, layout: QKVLayout, dim: int) -> None:
         super().__init__()
         self.layout, self.dim = layout, dim
         order = torch.cat(layout.rows())
-        self.register_buffer("back", order.argsort() if layout.grouped else None, persistent=False)
+        self.register_buffer(
+            "inverse_permutation", order.argsort() if layout.interleaved else None, persistent=False
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         fused = torch.cat((q, k, v), dim=self.dim)
-        return fused if self.back is None else fused.index_select(self.dim, self.back)
+        return (
+            fused
+            if self.inverse_permutation is None
+            else fused.index_select(self.dim, self.inverse_permutation)
+        )
 
     def right_inverse(self, fused: Tensor) -> tuple[Tensor, ...]:
         return tuple(fused.index_select(self.dim, rows.to(fused.device)) for rows in self.layout.rows())
 
 
-def split_fused(model: nn.Module) -> list[str]:
+def split_fused_qkv(model: nn.Module) -> list[str]:
     """Split every fused query-key-value weight and bias of `model`, in place; the names of what was split.
 
     Do it before the optimizer is made: the parameters change. Already split layers are left as they are.
     """
     done = []
-    for name, module, layout in _fused_layers(model):
+    for name, module, layout in _find_fused_layers(model):
         if parametrize.is_parametrized(module):
             continue
-        for tensor, dim in _fused_tensors(module):
-            parametrize.register_parametrization(module, tensor, Parts(layout, dim).to(_device(module)))
+        for tensor, dim in _fused_parameter_dims(module):
+            parametrize.register_parametrization(
+                module, tensor, FusedQKVParametrization(layout, dim).to(_device(module))
+            )
             done.append(f"{name}.{tensor}")
         vars(module)["fused_hooks"] = (
-            module.register_state_dict_post_hook(_save_fused),
-            module.register_load_state_dict_pre_hook(_load_fused),
+            module.register_state_dict_post_hook(_fuse_state_dict_hook),
+            module.register_load_state_dict_pre_hook(_split_state_dict_hook),
         )
     return done
 
 
-def join_fused(model: nn.Module) -> None:
+def fuse_qkv(model: nn.Module) -> None:
     """Undo `split_fused`: one parameter again."""
     for module in model.modules():
-        for tensor in _split_tensors(module):
+        for tensor in _split_parameter_names(module):
             parametrize.remove_parametrizations(module, tensor, leave_parametrized=True)
         for hook in vars(module).pop("fused_hooks", ()):
             hook.remove()
 
 
-def is_split(module: nn.Module) -> bool:
-    return bool(_split_tensors(module))
+def is_qkv_split(module: nn.Module) -> bool:
+    return bool(_split_parameter_names(module))
 
 
-def _split_tensors(module: nn.Module) -> list[str]:
+def _split_parameter_names(module: nn.Module) -> list[str]:
     if not parametrize.is_parametrized(module):
         return []
     made: Any = module.parametrizations
-    return [tensor for tensor, steps in made.items() if isinstance(steps[0], Parts)]
+    return [tensor for tensor, steps in made.items() if isinstance(steps[0], FusedQKVParametrization)]
 
 
-def _fused_layers(model: nn.Module) -> list[tuple[str, nn.Module, Layout]]:
-    found: list[tuple[str, nn.Module, Layout]] = []
+def _find_fused_layers(model: nn.Module) -> list[tuple[str, nn.Module, QKVLayout]]:
+    found: list[tuple[str, nn.Module, QKVLayout]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and module._qkv_same_embed_dim:
             count, size = module.num_heads, module.head_dim
-            heads = Heads(count, count, count, size, size, count, size)
-            found.append((name, module, Layout(heads, grouped=False)))
-    if any(len(kind) == 1 for _, _, kind in candidates(model)):
-        for site in self_attentions(model):
+            heads = HeadShapes(count, count, count, size, size, count, size)
+            found.append((name, module, QKVLayout(heads, interleaved=False)))
+    if any(len(kind) == 1 for _, _, kind in iter_attention_modules(model)):
+        for site in find_attention_layers(model):
             if site.layout is not None:
-                found.append((f"{site.name}.{site.q}", site.module.get_submodule(site.q), site.layout))
+                found.append(
+                    (f"{site.name}.{site.q_name}", site.module.get_submodule(site.q_name), site.layout)
+                )
     return found
 
 
-def _fused_tensors(module: nn.Module) -> list[tuple[str, int]]:
+def _fused_parameter_dims(module: nn.Module) -> list[tuple[str, int]]:
     """The fused parameters of a layer, each with the dimension its outputs lie along."""
     if isinstance(module, nn.MultiheadAttention):
         names = {"in_proj_weight": 0, "in_proj_bias": 0}
@@ -113,20 +123,20 @@ def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _key(prefix: str, tensor: str, part: int) -> str:
+def _state_dict_key(prefix: str, tensor: str, part: int) -> str:
     return f"{prefix}parametrizations.{tensor}.original{part}"
 
 
-def _save_fused(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for tensor in _split_tensors(module):
+def _fuse_state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for tensor in _split_parameter_names(module):
         steps: Any = module.parametrizations[tensor]  # type: ignore[index]
-        parts = [state.pop(_key(prefix, tensor, part)) for part in range(3)]
-        state[prefix + tensor] = steps[0](*parts)
+        parts = [state_dict.pop(_state_dict_key(prefix, tensor, part)) for part in range(3)]
+        state_dict[prefix + tensor] = steps[0](*parts)
 
 
-def _load_fused(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for tensor in _split_tensors(module):
-        if prefix + tensor in state:
+def _split_state_dict_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for tensor in _split_parameter_names(module):
+        if prefix + tensor in state_dict:
             steps: Any = module.parametrizations[tensor]  # type: ignore[index]
-            for part, value in enumerate(steps[0].right_inverse(state.pop(prefix + tensor))):
-                state[_key(prefix, tensor, part)] = value
+            for part, value in enumerate(steps[0].right_inverse(state_dict.pop(prefix + tensor))):
+                state_dict[_state_dict_key(prefix, tensor, part)] = value

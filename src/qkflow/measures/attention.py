@@ -51,19 +51,21 @@ class LayerProbe:
 
 
 @torch.no_grad()
-def probe(model: Decoder, ids: Tensor, *, keep_weights: bool = False) -> list[LayerProbe]:
+def probe_attention(model: Decoder, ids: Tensor, *, keep_weights: bool = False) -> list[LayerProbe]:
     """Measure every layer of a model on windows of token ids (B, T)."""
     training = model.training
     model.eval()
     try:
-        with captured(model.blocks) as inputs:  # a slow path's layers have tokens of another kind
+        with capture_attention_inputs(
+            model.blocks
+        ) as inputs:  # a slow path's layers have tokens of another kind
             model.forward(ids)  # not model(…): what is compiled calls no hooks
-        return [_measure(layer, x, keep_weights) for layer, x in inputs.items()]
+        return [_probe_layer(layer, x, keep_weights) for layer, x in inputs.items()]
     finally:
         model.train(training)
 
 
-def summary(layers: list[LayerProbe]) -> dict[str, list[float]]:
+def summarize_probe(layers: list[LayerProbe]) -> dict[str, list[float]]:
     """The mean over heads of every measure, a value per layer; of max logit, the largest."""
     rows: dict[str, list[float]] = {
         f"attention_{name}" if name == "entropy" else name: [_mean(getattr(layer, name)) for layer in layers]
@@ -75,7 +77,7 @@ def summary(layers: list[LayerProbe]) -> dict[str, list[float]]:
 
 
 @contextmanager
-def captured(model: nn.Module) -> Iterator[dict[Attention, Tensor]]:
+def capture_attention_inputs(model: nn.Module) -> Iterator[dict[Attention, Tensor]]:
     """The input of every attention layer, filled in as the model runs."""
     inputs: dict[Attention, Tensor] = {}
 
@@ -91,7 +93,7 @@ def captured(model: nn.Module) -> Iterator[dict[Attention, Tensor]]:
             hook.remove()
 
 
-def _measure(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
+def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
     _, weights = layer.reference(x)
     weights = weights.float()
     share = weights.abs()
@@ -107,18 +109,20 @@ def _measure(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
         sink_mass=sink.mean(dim=0).tolist(),
         spectral_gap=gap.mean(dim=0).tolist(),
         effective_rank=rank.mean(dim=0).tolist(),
-        max_logit=_largest_scores(layer, x),
+        max_logit=_max_logits(layer, x),
         step_size=None if step is None else step.per_head().tolist(),
         weights=weights[0].cpu() if keep_weights else None,
     )
 
 
-def _largest_scores(layer: Attention, x: Tensor) -> list[float]:
+def _max_logits(layer: Attention, x: Tensor) -> list[float]:
     """The largest score of each query head (differential scoring has two for every head it writes)."""
-    q, k, _ = layer._prepare(x, None, None, None, None, None, textbook=True)
+    q, k, _ = layer.project_qkv(x, None, None, None, None, None, use_reference=True)
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * layer.scale
-    visible = layer.mask_for(x.shape[1], x.shape[1], device=x.device).matrix(x.shape[1], x.shape[1], x.device)
+    visible = layer.make_mask(x.shape[1], x.shape[1], device=x.device).to_bool(
+        x.shape[1], x.shape[1], x.device
+    )
     largest: list[float] = scores.masked_fill(~visible, float("-inf")).amax(dim=(0, 2, 3)).tolist()
     return largest
 

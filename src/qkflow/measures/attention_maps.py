@@ -16,14 +16,14 @@ from qkflow import files
 from qkflow.errors import InputError
 from qkflow.measures.attention import MEASURES, LayerProbe
 
-Drawing = Callable[[Path, list[LayerProbe], list[str]], None]
-END = "[end]"  # the label of an end-of-document token
-GAP = 4  # pixels between the maps of an image
+MapWriter = Callable[[Path, list[LayerProbe], list[str]], None]
+END_LABEL = "[end]"  # the label of an end-of-document token
+GAP_PIXELS = 4  # pixels between the maps of an image
 
 
-def drawing(path: Path) -> Drawing:
+def get_map_writer(path: Path) -> MapWriter:
     """How a file of this name is drawn."""
-    kinds: dict[str, Drawing] = {".html": write_html, ".png": write_png}
+    kinds: dict[str, MapWriter] = {".html": write_html, ".png": write_png}
     if path.suffix.lower() not in kinds:
         raise InputError(f"maps are drawn as .html or .png, not as '{path.name}'")
     return kinds[path.suffix.lower()]
@@ -31,22 +31,22 @@ def drawing(path: Path) -> Drawing:
 
 def write_png(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
     """A grid of maps, a row a layer and a column a head, by the roots of the weights."""
-    maps = [_levels(layer) for layer in layers]
+    maps = [_to_uint8(layer) for layer in layers]
     side = maps[0].shape[-1]
     zoom = max(1, 192 // side)
-    cell = side * zoom + GAP
+    cell = side * zoom + GAP_PIXELS
     heads = max(len(layer) for layer in maps)
-    image = np.full((len(maps) * cell + GAP, heads * cell + GAP, 3), 255, np.uint8)
+    image = np.full((len(maps) * cell + GAP_PIXELS, heads * cell + GAP_PIXELS, 3), 255, np.uint8)
     for row, layer in enumerate(maps):
         for column, levels in enumerate(layer):
-            y, x = GAP + row * cell, GAP + column * cell
-            image[y : y + side * zoom, x : x + side * zoom] = _colours()[
+            y, x = GAP_PIXELS + row * cell, GAP_PIXELS + column * cell
+            image[y : y + side * zoom, x : x + side * zoom] = _colormap()[
                 levels.repeat(zoom, 0).repeat(zoom, 1)
             ]
-    files.write_atomic(path, png(image))
+    files.write_atomic(path, encode_png(image))
 
 
-def png(image: np.ndarray) -> bytes:
+def encode_png(image: np.ndarray) -> bytes:
     """An image (height, width, 3) of bytes as a PNG file."""
     height, width, _ = image.shape
     lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each line begins with its filter: none
@@ -67,51 +67,53 @@ def write_html(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
         {
             "name": f"layer {number}, head {head}",
             "levels": base64.b64encode(levels.tobytes()).decode(),
-            "top": float(_top(layer)[head]),
+            "top": float(_max_weights(layer)[head]),
             "about": ", ".join(
-                f"{name.replace('_', ' ')} {_value(layer, name, head):.2f}" for name in MEASURES
+                f"{name.replace('_', ' ')} {_head_value(layer, name, head):.2f}" for name in MEASURES
             ),
         }
         for number, layer in enumerate(layers)
-        for head, levels in enumerate(_levels(layer))
+        for head, levels in enumerate(_to_uint8(layer))
     ]
     data = {
         "labels": labels,
-        "heads": len(_levels(layers[0])),
+        "heads": len(_to_uint8(layers[0])),
         "cells": cells,
-        "colours": _colours().tolist(),
+        "colours": _colormap().tolist(),
     }
     # "</" would end the script, whatever the text under study says
     content = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
-    title = escape("Attention: " + "".join(label for label in labels if label != END)[:80])
+    title = escape("Attention: " + "".join(label for label in labels if label != END_LABEL)[:80])
     page = Path(__file__).with_name("maps.html").read_text("utf-8")
     files.write_atomic(path, page.replace("{{title}}", title).replace("{{data}}", content))
 
 
-def _levels(layer: LayerProbe) -> np.ndarray:
+def _to_uint8(layer: LayerProbe) -> np.ndarray:
     """Roots of the weights' sizes (heads, T, T) as bytes, 255 the largest of a head.
 
     Roots, because the first rows have few keys to share the weight among, and would outshine all others.
     """
     assert layer.weights is not None
     weights = layer.weights.abs().numpy()
-    return np.round(255 * np.sqrt(weights / np.maximum(_top(layer), 1e-12)[:, None, None])).astype(np.uint8)
+    return np.round(255 * np.sqrt(weights / np.maximum(_max_weights(layer), 1e-12)[:, None, None])).astype(
+        np.uint8
+    )
 
 
-def _top(layer: LayerProbe) -> np.ndarray:
+def _max_weights(layer: LayerProbe) -> np.ndarray:
     assert layer.weights is not None
     top: np.ndarray = layer.weights.abs().amax(dim=(1, 2)).numpy()
     return top
 
 
-def _value(layer: LayerProbe, name: str, head: int) -> float:
+def _head_value(layer: LayerProbe, name: str, head: int) -> float:
     values: list[float] = getattr(layer, name)
     assert layer.weights is not None
     each = len(values) // len(layer.weights)
     return max(values[head * each : (head + 1) * each])
 
 
-def _colours() -> np.ndarray:
+def _colormap() -> np.ndarray:
     """256 colours from white over blue to nearly black, ever darker."""
     stops = np.array([[255, 255, 255], [158, 202, 225], [33, 113, 181], [8, 29, 70]], float)
     places = np.array([0, 0.25, 0.6, 1.0])

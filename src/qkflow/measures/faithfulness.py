@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qkflow.errors import InputError, unknown
-from qkflow.measures.attribution import SOURCES, Classifier, rollout, scores
+from qkflow.measures.attribution import ATTRIBUTION_METHODS, Classifier, attention_rollout, attribution_scores
 
-Tokens = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids, and which of them are real
+PaddedTokens = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids, and which of them are real
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Rules:
+class FaithfulnessOptions:
     """How the measures are taken; the defaults are the definitions above.
 
     A rationale is what more than half of the annotators marked; texts where that is nothing are counted, not
@@ -61,13 +61,13 @@ class Rules:
     residual.
     """
 
-    padded_to: int | None = None
-    first_head_at_end: bool = False
-    annotators: int | None = None  # divide by this number, missing rationales counting as zero
+    pad_to_length: int | None = None
+    first_head_last_position: bool = False
+    n_annotators: int | None = None  # divide by this number, missing rationales counting as zero
 
 
-DEFAULT = Rules()
-PUBLISHED = Rules(padded_to=128, first_head_at_end=True, annotators=3)
+DEFAULT_OPTIONS = FaithfulnessOptions()
+PUBLISHED_OPTIONS = FaithfulnessOptions(pad_to_length=128, first_head_last_position=True, n_annotators=3)
 
 
 @dataclass
@@ -78,11 +78,11 @@ class Faithfulness:
     comprehensiveness: dict[float, NDArray[np.float64]]
     sufficiency: dict[float, NDArray[np.float64]]
     threshold: float
-    emptied: int = 0  # deletions that left no token: the class then has probability 0
-    empty: int = field(init=False)  # texts without a rationale, left out of mass and confidence
+    n_emptied: int = 0  # deletions that left no token: the class then has probability 0
+    n_without_rationale: int = field(init=False)  # texts without a rationale, left out of mass and confidence
 
     def __post_init__(self) -> None:
-        self.empty = int(np.isnan(self.mass).sum())
+        self.n_without_rationale = int(np.isnan(self.mass).sum())
 
     @property
     def confidence(self) -> float | None:
@@ -101,8 +101,8 @@ class Faithfulness:
         }
         return {
             "texts": len(self.mass),
-            "without_rationale": self.empty,
-            "emptied": self.emptied,
+            "without_rationale": self.n_without_rationale,
+            "emptied": self.n_emptied,
             "mass": float(known.mean()) if len(known) else None,
             "confidence": self.confidence,
             "threshold": self.threshold,
@@ -112,42 +112,44 @@ class Faithfulness:
         }
 
 
-def measure(
+def measure_faithfulness(
     model: Classifier,
     texts: Sequence[Text],
-    source: str = "rollout",
+    method: str = "rollout",
     ks: Sequence[float] = (5.0,),
     threshold: float = 0.33,
-    rules: Rules = DEFAULT,
+    options: FaithfulnessOptions = DEFAULT_OPTIONS,
     device: str | torch.device = "cpu",
     batch_tokens: int | None = None,
     seed: int = 0,
-    advance: Callable[[int], None] = lambda texts: None,
+    on_progress: Callable[[int], None] = lambda texts: None,
 ) -> Faithfulness:
     """The measures of all texts, batched; `ks` are percentages of a text's length. See `rankings.SOURCES`."""
-    _check(texts, ks, source)
+    _check_inputs(texts, ks, method)
     if batch_tokens is None:  # a CPU is fastest while a batch fits its cache, a GPU once it is full
         batch_tokens = 2048 if torch.device(device).type == "cpu" else 65_536
-    padded = [_tokens(text, rules) for text in texts]
+    padded = [_pad_tokens(text, options) for text in texts]
     chosen = np.empty(len(texts), dtype=np.int64)
     whole = np.empty(len(texts))
     mass = np.empty(len(texts))
-    deletions: list[Tokens] = []
+    deletions: list[PaddedTokens] = []
     owners: list[tuple[int, float, str]] = []
-    for members in _batches([len(ids) for ids, _ in padded], batch_tokens):
-        ids, mask = _stack([padded[index] for index in members], device)
+    for members in _batch_by_length([len(ids) for ids, _ in padded], batch_tokens):
+        ids, mask = _pad_batch([padded[index] for index in members], device)
         seeds = [(seed, index) for index in members]
-        p, predicted, ranked, heard = _judge(model, source, ids, mask, rules, seeds)
+        p, predicted, ranked, heard = _predict_and_attribute(model, method, ids, mask, options, seeds)
         whole[members], chosen[members] = p.double().cpu().numpy(), predicted.cpu().numpy()
         orders = torch.argsort(ranked, dim=-1, descending=True, stable=True).cpu().numpy()
         for row, index in enumerate(members):
             own, real = padded[index]
-            mass[index] = _mass(texts[index], heard[row], rules)
-            for k, kind, kept in _kept(orders[row], len(own), ks):
+            mass[index] = _rationale_mass(texts[index], heard[row], options)
+            for k, kind, kept in _kept_positions(orders[row], len(own), ks):
                 owners.append((index, k, kind))
                 deletions.append((own[kept], real[kept]))
-        advance(len(members))
-    left = _probabilities(model, deletions, chosen[[index for index, _, _ in owners]], device, batch_tokens)
+        on_progress(len(members))
+    left = _target_probabilities(
+        model, deletions, chosen[[index for index, _, _ in owners]], device, batch_tokens
+    )
     drops = {kind: {k: np.empty(len(texts)) for k in ks} for kind in ("without", "alone")}
     for (index, k, kind), p_left in zip(owners, left, strict=True):
         drops[kind][k][index] = whole[index] - p_left
@@ -155,26 +157,28 @@ def measure(
     return Faithfulness(mass, drops["without"], drops["alone"], threshold, emptied)
 
 
-def measure_one_by_one(
+def measure_faithfulness_reference(
     model: Classifier,
     texts: Sequence[Text],
-    source: str = "rollout",
+    method: str = "rollout",
     ks: Sequence[float] = (5.0,),
     threshold: float = 0.33,
-    rules: Rules = DEFAULT,
+    options: FaithfulnessOptions = DEFAULT_OPTIONS,
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Faithfulness:
     """The same measures, a text and a deletion at a time: slow, and as the definitions read."""
-    _check(texts, ks, source)
+    _check_inputs(texts, ks, method)
     mass: list[float] = []
     drops: dict[str, dict[float, list[float]]] = {kind: {k: [] for k in ks} for kind in ("without", "alone")}
     emptied = 0
     for index, text in enumerate(texts):
-        tokens = _tokens(text, rules)
-        ids, mask = _stack([tokens], device)
-        p, predicted, ranked, heard = _judge(model, source, ids, mask, rules, [(seed, index)])
-        mass.append(_mass(text, heard[0], rules))
+        tokens = _pad_tokens(text, options)
+        ids, mask = _pad_batch([tokens], device)
+        p, predicted, ranked, heard = _predict_and_attribute(
+            model, method, ids, mask, options, [(seed, index)]
+        )
+        mass.append(_rationale_mass(text, heard[0], options))
         order = sorted(range(ids.shape[1]), key=lambda place: (-ranked[0, place].item(), place))
         for k in ks:
             top = set(order[: max(1, math.ceil(k / 100 * ids.shape[1]))])
@@ -191,39 +195,44 @@ def measure_one_by_one(
     return Faithfulness(np.array(mass), arrays["without"], arrays["alone"], threshold, emptied)
 
 
-def _check(texts: Sequence[Text], ks: Sequence[float], source: str) -> None:
-    if source not in SOURCES:
-        raise unknown("ranking", source, SOURCES)
+def _check_inputs(texts: Sequence[Text], ks: Sequence[float], method: str) -> None:
+    if method not in ATTRIBUTION_METHODS:
+        raise unknown("ranking", method, ATTRIBUTION_METHODS)
     if not texts:
         raise InputError("there are no texts to measure")
     if not ks or any(not 0 < k <= 100 for k in ks):
         raise InputError(f"k is a percentage of a text's tokens, within 0…100, not {list(ks)}")
 
 
-def _tokens(text: Text, rules: Rules) -> Tokens:
+def _pad_tokens(text: Text, options: FaithfulnessOptions) -> PaddedTokens:
     ids = np.asarray(text.ids, dtype=np.int64)
     real = np.ones(len(ids), dtype=bool)
-    if rules.padded_to is not None:
-        ids, real = ids[: rules.padded_to], real[: rules.padded_to]
-        missing = rules.padded_to - len(ids)
+    if options.pad_to_length is not None:
+        ids, real = ids[: options.pad_to_length], real[: options.pad_to_length]
+        missing = options.pad_to_length - len(ids)
         ids, real = np.pad(ids, (0, missing)), np.pad(real, (0, missing))
     return ids, real
 
 
-def _judge(
-    model: Classifier, source: str, ids: Tensor, mask: Tensor, rules: Rules, seeds: list[tuple[int, int]]
+def _predict_and_attribute(
+    model: Classifier,
+    method: str,
+    ids: Tensor,
+    attention_mask: Tensor,
+    options: FaithfulnessOptions,
+    seeds: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor, Tensor, NDArray[np.float64]]:
     """p and class of each text, what its tokens are ranked by, and what the mass is taken of."""
     with torch.no_grad():
-        probabilities, layers = model.attend(ids, mask)
+        probabilities, layers = model.probabilities_and_attentions(ids, attention_mask)
     p, predicted = probabilities.max(-1)
-    if rules.first_head_at_end and layers[0].shape[2] != ids.shape[1]:
+    if options.first_head_last_position and layers[0].shape[2] != ids.shape[1]:
         raise InputError("the published rules read attention at the end: the model must give all of its rows")
-    if rules.first_head_at_end and source == "rollout":
-        ranked = rollout(layers, torch.full_like(predicted, ids.shape[1] - 1), residual=0.0)
+    if options.first_head_last_position and method == "rollout":
+        ranked = attention_rollout(layers, torch.full_like(predicted, ids.shape[1] - 1), residual=0.0)
     else:
-        ranked = scores(model, source, ids, mask, layers, predicted, seeds)
-    if rules.first_head_at_end:
+        ranked = attribution_scores(model, method, ids, attention_mask, layers, predicted, seeds)
+    if options.first_head_last_position:
         heard = layers[0][:, 0, -1]
     else:
         positive = ranked.clamp_min(0)
@@ -231,18 +240,18 @@ def _judge(
     return p, predicted, ranked, heard.double().cpu().numpy()
 
 
-def _mass(text: Text, heard: NDArray[np.float64], rules: Rules) -> float:
+def _rationale_mass(text: Text, token_mass: NDArray[np.float64], options: FaithfulnessOptions) -> float:
     """The share of a (padded) text's scores on its rationale, NaN if it has none."""
     if not text.rationales:
-        return math.nan if rules.annotators is None else 0.0
-    marks = np.array([marked[: len(heard)] for marked in text.rationales], dtype=bool)
-    if rules.annotators is not None:
-        return float((marks * heard[: marks.shape[1]]).sum() / rules.annotators)
+        return math.nan if options.n_annotators is None else 0.0
+    marks = np.array([marked[: len(token_mass)] for marked in text.rationales], dtype=bool)
+    if options.n_annotators is not None:
+        return float((marks * token_mass[: marks.shape[1]]).sum() / options.n_annotators)
     majority = 2 * marks.sum(0) > len(marks)
-    return float(heard[: len(majority)][majority].sum()) if majority.any() else math.nan
+    return float(token_mass[: len(majority)][majority].sum()) if majority.any() else math.nan
 
 
-def _kept(
+def _kept_positions(
     order: NDArray[np.int64], length: int, ks: Sequence[float]
 ) -> Iterable[tuple[float, str, NDArray[np.int64]]]:
     """For every k, the places left without the top tokens and those of the top tokens, in reading order."""
@@ -253,26 +262,26 @@ def _kept(
         yield k, "alone", np.sort(order[:top])
 
 
-def _probabilities(
+def _target_probabilities(
     model: Classifier,
-    sequences: list[Tokens],
-    chosen: NDArray[np.int64],
+    sequences: list[PaddedTokens],
+    targets: NDArray[np.int64],
     device: str | torch.device,
     batch_tokens: int,
 ) -> NDArray[np.float64]:
     """p of each sequence's chosen class; 0 where no real token is left."""
     found = np.zeros(len(sequences))
     some = [index for index, (_, real) in enumerate(sequences) if real.any()]
-    for members in _batches([len(sequences[index][0]) for index in some], batch_tokens):
+    for members in _batch_by_length([len(sequences[index][0]) for index in some], batch_tokens):
         indices = [some[member] for member in members]
-        ids, mask = _stack([sequences[index] for index in indices], device)
+        ids, mask = _pad_batch([sequences[index] for index in indices], device)
         with torch.no_grad():
             picked = model.probabilities(ids, mask).cpu()
-        found[indices] = picked.double().numpy()[np.arange(len(indices)), chosen[indices]]
+        found[indices] = picked.double().numpy()[np.arange(len(indices)), targets[indices]]
     return found
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterable[list[int]]:
+def _batch_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterable[list[int]]:
     """Indices in batches of similar length, at most `batch_tokens` tokens each, padding included."""
     batch: list[int] = []
     for index in np.argsort(lengths, kind="stable").tolist():
@@ -284,7 +293,7 @@ def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterable[list[int]]:
         yield batch
 
 
-def _stack(sequences: Sequence[Tokens], device: str | torch.device) -> tuple[Tensor, Tensor]:
+def _pad_batch(sequences: Sequence[PaddedTokens], device: str | torch.device) -> tuple[Tensor, Tensor]:
     longest = max(len(ids) for ids, _ in sequences)
     ids = np.zeros((len(sequences), longest), dtype=np.int64)
     mask = np.zeros((len(sequences), longest), dtype=bool)

@@ -12,8 +12,8 @@ from qkflow.models.slow_path.path import SlowPath
 
 
 @torch.no_grad()
-def slow_measures(
-    model: nn.Module, ids: Tensor | None = None, documents: Tensor | None = None
+def slow_path_metrics(
+    model: nn.Module, ids: Tensor | None = None, document_ids: Tensor | None = None
 ) -> dict[str, float | list[float]]:
     """What a training run logs of the slow path of `model`; an empty dict where there is none.
 
@@ -28,32 +28,34 @@ def slow_measures(
         return {}
     gates: dict[str, Any] = dict(path.gates.items())
     found: dict[str, float | list[float]] = {
-        "slow_gate": [_number(gate.value.abs().mean()) for gate in gates.values()]
+        "slow_gate": [_to_float(gate.value.abs().mean()) for gate in gates.values()]
     }
     if ids is not None:
-        found["slow_share"] = _shares(model, gates, ids, documents)
+        found["slow_share"] = _relative_norms(model, gates, ids, document_ids)
     slow = _gradients(path.blocks) + _gradients(path.phi)
     if slow:
-        norm = _number(nn.utils.get_total_norm(slow))
-        everything = _number(nn.utils.get_total_norm(_gradients(model)))
+        norm = _to_float(nn.utils.get_total_norm(slow))
+        everything = _to_float(nn.utils.get_total_norm(_gradients(model)))
         found["slow_grad_norm"] = norm
         found["slow_grad_share"] = norm / everything if everything else 0.0
     return found
 
 
-def _shares(model: nn.Module, gates: dict[str, Gate], ids: Tensor, documents: Tensor | None) -> list[float]:
+def _relative_norms(
+    model: nn.Module, gates: dict[str, Gate], ids: Tensor, document_ids: Tensor | None
+) -> list[float]:
     """‖g⊙ũ‖/‖x‖ at each gate, in one pass over `ids`."""
     shares: list[float] = []
 
     def listen(gate: Gate, inputs: tuple[Tensor, Tensor]) -> None:
         x, heard = inputs
-        shares.append(_number((gate.value * heard).norm() / x.norm()))
+        shares.append(_to_float((gate.value * heard).norm() / x.norm()))
 
     hooks = [gate.register_forward_pre_hook(listen) for gate in gates.values()]
     training = model.training
     try:
         model.eval()
-        model.forward(ids, documents=documents)  # not model(…): what is compiled calls no hooks
+        model.forward(ids, document_ids=document_ids)  # not model(…): what is compiled calls no hooks
     finally:
         model.train(training)
         for hook in hooks:
@@ -65,5 +67,5 @@ def _gradients(module: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)  # of sharded parameters

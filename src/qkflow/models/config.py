@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from qkflow.config_io import read
+from qkflow.config_io import dataclass_from_dict
 from qkflow.errors import InputError, unknown
-from qkflow.models.slow_path.config import SlowConfig
+from qkflow.models.slow_path.config import SlowPathConfig
 
-FeedForward = Literal["swiglu", "gelu"]
+FeedForwardKind = Literal["swiglu", "gelu"]
 
 
 @dataclass(frozen=True)
@@ -29,37 +29,37 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    vocabulary: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int | None = None
-    head_size: int | None = None
-    feed_forward: FeedForward = "swiglu"
-    hidden: int | None = None  # of the feed-forward; default 4·width
-    tied: bool = True
+    vocab_size: int
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    feed_forward: FeedForwardKind = "swiglu"
+    hidden_dim: int | None = None  # of the feed-forward; default 4·width
+    tie_embeddings: bool = True
     norm_eps: float = 1e-6
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    start: str = "gpt2"
-    slow: SlowConfig | None = None  # a second path at a slower rate
+    init: str = "gpt2"
+    slow: SlowPathConfig | None = None  # a second path at a slower rate
 
     def __post_init__(self) -> None:
-        if self.feed_forward not in get_args(FeedForward):
-            raise unknown("feed-forward", self.feed_forward, get_args(FeedForward))
-        for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "head_size", "hidden"):
+        if self.feed_forward not in get_args(FeedForwardKind):
+            raise unknown("feed-forward", self.feed_forward, get_args(FeedForwardKind))
+        for name in ("vocab_size", "n_layers", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"model.{name} must be at least 1, not {value}")
         if not 0 < self.norm_eps < float("inf"):
             raise InputError(f"model.norm_eps must be a number above zero, not {self.norm_eps}")
         if self.slow is not None:
-            self.slow.injections(self.layers)  # refuses gates without a layer
+            self.slow.injection_layers(self.n_layers)  # refuses gates without a layer
 
     @property
-    def hidden_size(self) -> int:
-        return self.hidden or 4 * self.width
+    def resolved_hidden_dim(self) -> int:
+        return self.hidden_dim or 4 * self.dim
 
-    def of_slow_path(self) -> ModelConfig:
+    def slow_path_config(self) -> ModelConfig:
         """What the slow blocks are built from: as the fast ones, but for their number and attention."""
         assert self.slow is not None
         attention = {
@@ -70,8 +70,8 @@ class ModelConfig:
         }
         return dataclasses.replace(
             self,
-            layers=self.slow.layers,
-            attention=read(AttentionConfig, attention, "model.slow.attention"),
+            n_layers=self.slow.n_layers,
+            attention=dataclass_from_dict(AttentionConfig, attention, "model.slow.attention"),
             slow=None,
         )
 
@@ -81,11 +81,11 @@ class ModelConfig:
         values = dict(values)
         attention = values.pop("attention", {}) or {}
         if not isinstance(attention, AttentionConfig):
-            attention = read(AttentionConfig, attention, "model.attention")
+            attention = dataclass_from_dict(AttentionConfig, attention, "model.attention")
         slow = values.pop("slow", None)
-        if slow is not None and not isinstance(slow, SlowConfig):
-            slow = read(SlowConfig, slow, "model.slow")
-        return read(cls, {**values, "attention": attention, "slow": slow}, "model")
+        if slow is not None and not isinstance(slow, SlowPathConfig):
+            slow = dataclass_from_dict(SlowPathConfig, slow, "model.slow")
+        return dataclass_from_dict(cls, {**values, "attention": attention, "slow": slow}, "model")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

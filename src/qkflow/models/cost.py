@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from qkflow.models.config import ModelConfig
 from qkflow.models.decoder import Decoder
-from qkflow.models.loss import CHUNK, cross_entropy
+from qkflow.models.loss import CHUNK_SIZE, linear_cross_entropy
 from qkflow.roles import parameter_roles
 
 
@@ -32,12 +32,12 @@ def parameters_by_role(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def without_storage(config: ModelConfig) -> Decoder:
+def build_meta_decoder(config: ModelConfig) -> Decoder:
     """The model as shapes alone."""
     return Decoder(config, device="meta")
 
 
-def flops_per_token(model: ModelConfig | Decoder, length: int, *, training: bool = True) -> float:
+def flops_per_token(model: ModelConfig | Decoder, seq_len: int, *, training: bool = True) -> float:
     """Floating-point operations of the matrix products for one token of a window of `length`.
 
     A multiplication and an addition count as two. Attention counts every pair of tokens, as the field's
@@ -45,17 +45,17 @@ def flops_per_token(model: ModelConfig | Decoder, length: int, *, training: bool
     nothing recomputed. Of a config nothing is allocated; a model makes a pass of its own, which is quicker.
     """
     if isinstance(model, ModelConfig):
-        model = without_storage(model)
-    ids = torch.zeros(1, length, dtype=torch.long, device=model.embedding.weight.device)
-    with _CountProducts() as counted, nullcontext() if training else torch.no_grad():
-        loss = cross_entropy(model(ids), model.output_weight, ids)
+        model = build_meta_decoder(model)
+    ids = torch.zeros(1, seq_len, dtype=torch.long, device=model.embedding.weight.device)
+    with _MatmulFlopCounter() as counted, nullcontext() if training else torch.no_grad():
+        loss = linear_cross_entropy(model(ids), model.output_weight, ids)
         if training:
             loss.backward()
     model.zero_grad()
-    return counted.flops / length
+    return counted.flops / seq_len
 
 
-class _CountProducts(TorchDispatchMode):
+class _MatmulFlopCounter(TorchDispatchMode):
     """Adds up the operations of every matrix product."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def _attention_flops(name: str, *args: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes that a training step holds at its fullest."""
 
     weights: int
@@ -104,54 +104,54 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def training_memory(
+def estimate_training_memory(
     config: ModelConfig,
-    batch: int,
-    length: int,
+    batch_size: int,
+    seq_len: int,
     *,
     precision: str = "fp32",
-    checkpoint_blocks: bool = False,
-    chunk: int = CHUNK,
-) -> Memory:
+    activation_checkpointing: bool = False,
+    chunk_size: int = CHUNK_SIZE,
+) -> MemoryEstimate:
     """What a training step on `batch` windows of `length` tokens holds, passing temporaries left out."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    parameters = sum(p.numel() * p.element_size() for p in without_storage(config).parameters())
+    parameters = sum(p.numel() * p.element_size() for p in build_meta_decoder(config).parameters())
 
-    def kept(layers: int) -> int:
-        model = without_storage(replace(config, layers=layers))
+    def kept(n_layers: int) -> int:
+        model = build_meta_decoder(replace(config, n_layers=n_layers))
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return saved_bytes(model.to_empty(device="cpu"), batch, length, precision)
+            return saved_activation_bytes(model.to_empty(device="cpu"), batch_size, seq_len, precision)
 
-    if checkpoint_blocks:
+    if activation_checkpointing:
         # a block's input for each block, and everything of the one block that is being recomputed
-        activations = kept(1) + (config.layers - 1) * batch * length * config.width * 4
+        activations = kept(1) + (config.n_layers - 1) * batch_size * seq_len * config.dim * 4
     else:
-        activations = kept(config.layers)
-    logits = min(chunk, batch * length) * config.vocabulary * 4
-    return Memory(parameters, parameters, 2 * parameters, activations, logits)
+        activations = kept(config.n_layers)
+    logits = min(chunk_size, batch_size * seq_len) * config.vocab_size * 4
+    return MemoryEstimate(parameters, parameters, 2 * parameters, activations, logits)
 
 
-def saved_bytes(model: Decoder, batch: int, length: int, precision: str = "fp32") -> int:
+def saved_activation_bytes(model: Decoder, batch_size: int, seq_len: int, precision: str = "fp32") -> int:
     """Bytes that a forward pass and its loss keep for the backward pass, besides the weights."""
-    own = {_storage(p) for p in model.parameters()}
+    own = {_storage_id(p) for p in model.parameters()}
     kept: dict[int, Tensor] = {}  # the tensors stay alive, so that no two storages have one address
 
     def keep(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in own:
-            kept[_storage(tensor)] = tensor
+        if _storage_id(tensor) not in own:
+            kept[_storage_id(tensor)] = tensor
         return tensor
 
     same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
     device = next(model.parameters()).device
-    ids = torch.zeros(batch, length, dtype=torch.long, device=device)
+    ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, same),
         torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
     ):
-        cross_entropy(model(ids), model.output_weight, ids)
+        linear_cross_entropy(model(ids), model.output_weight, ids)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

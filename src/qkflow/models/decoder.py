@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkflow.attention import Attention, KVCache
-from qkflow.attention.couplings.base import refuse_offloaded
-from qkflow.attention.init import Draw, fill, initialise
+from qkflow.attention.couplings.base import check_not_offloaded
+from qkflow.attention.init import ParamSampler, copy_into, initialize
 from qkflow.attention.masks import Mask
 from qkflow.attention.rope import Rotation
 from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
 from qkflow.models.kernels import RMSNorm, swiglu
-from qkflow.models.slow_path.cache import SlowCache
+from qkflow.models.slow_path.cache import SlowPathCache
 from qkflow.models.slow_path.path import SlowPath
 
 
@@ -27,22 +27,22 @@ class FeedForward(nn.Module):
 
     roles: ClassVar[dict[str, str]] = {"gate": "mlp", "up": "mlp", "down": "mlp"}
 
-    def __init__(self, width: int, hidden: int, kind: str, **where: Any) -> None:
+    def __init__(self, dim: int, hidden_dim: int, kind: str, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.gate = nn.Linear(width, hidden, bias=False, **where) if kind == "swiglu" else None
-        self.up = nn.Linear(width, hidden, bias=False, **where)
-        self.down = nn.Linear(hidden, width, bias=False, **where)
+        self.gate = nn.Linear(dim, hidden_dim, bias=False, **factory_kwargs) if kind == "swiglu" else None
+        self.up = nn.Linear(dim, hidden_dim, bias=False, **factory_kwargs)
+        self.down = nn.Linear(hidden_dim, dim, bias=False, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.gelu(self.up(x)) if self.gate is None else swiglu(self.gate(x), self.up(x))
         out: Tensor = self.down(inner)
         return out
 
-    def start_parameters(self, draw: Draw) -> None:
+    def init_parameters(self, sampler: ParamSampler) -> None:
         if self.gate is not None:
-            draw.linear("gate", self.gate)
-        draw.linear("up", self.up)
-        draw.linear("down", self.down, residual=True)
+            sampler.init_linear("gate", self.gate)
+        sampler.init_linear("up", self.up)
+        sampler.init_linear("down", self.down, residual=True)
 
 
 class Block(nn.Module):
@@ -50,22 +50,24 @@ class Block(nn.Module):
 
     roles: ClassVar[dict[str, str]] = {"attention_norm": "norm", "feed_forward_norm": "norm"}
 
-    def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
+    def __init__(self, config: ModelConfig, layer_idx: int, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, eps=config.norm_eps, **where)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
         self.attention = Attention(
-            config.width,
-            config.heads,
-            kv_heads=config.kv_heads,
-            head_size=config.head_size,
-            layer=layer,
-            layers=config.layers,
-            start=config.start,
+            config.dim,
+            config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            layer_idx=layer_idx,
+            n_layers=config.n_layers,
+            init=config.init,
             **{f.name: getattr(config.attention, f.name) for f in dataclasses.fields(config.attention)},
-            **where,
+            **factory_kwargs,
         )
-        self.feed_forward_norm = RMSNorm(config.width, eps=config.norm_eps, **where)
-        self.feed_forward = FeedForward(config.width, config.hidden_size, config.feed_forward, **where)
+        self.feed_forward_norm = RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
+        self.feed_forward = FeedForward(
+            config.dim, config.resolved_hidden_dim, config.feed_forward, **factory_kwargs
+        )
 
     def forward(
         self,
@@ -78,7 +80,7 @@ class Block(nn.Module):
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
-    def start_parameters(self, draw: Draw) -> None:
+    def init_parameters(self, sampler: ParamSampler) -> None:
         nn.init.ones_(self.attention_norm.weight)
         nn.init.ones_(self.feed_forward_norm.weight)
 
@@ -99,60 +101,73 @@ class Decoder(nn.Module):
         super().__init__()
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.checkpoint_blocks = False  # trade time for memory: recompute each block in the backward pass
+        self.activation_checkpointing = (
+            False  # trade time for memory: recompute each block in the backward pass
+        )
         # from a tensor, so that it is drawn once, by its start, and not before by PyTorch's default
-        blank = torch.empty(config.vocabulary, config.width, **where)
+        blank = torch.empty(config.vocab_size, config.dim, **where)
         self.embedding = nn.Embedding.from_pretrained(blank, freeze=False)
-        self.blocks = nn.ModuleList(Block(config, layer, **where) for layer in range(config.layers))
-        self.norm = RMSNorm(config.width, eps=config.norm_eps, **where)
-        self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False, **where)
+        self.blocks = nn.ModuleList(Block(config, layer, **where) for layer in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps, **where)
+        self.head = (
+            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False, **where)
+        )
         self.slow = build_slow_path(config, **where)
-        initialise(self, config.start, seed=seed, layers=config.layers)
+        initialize(self, config.init, seed=seed, n_layers=config.n_layers)
 
     def forward(
         self,
         ids: Tensor,
         *,
         positions: Tensor | None = None,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
-        caches: list[KVCache | SlowCache] | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        caches: list[KVCache | SlowPathCache] | None = None,
     ) -> Tensor:
         """Hidden states (B, T, width) of token ids (B, T), after the last norm; see `logits`."""
         if ids.dim() != 2:
             raise InputError(f"a decoder takes token ids of shape (batch, tokens), not {tuple(ids.shape)}")
-        return self.from_embeddings(
-            self.embedding(ids), positions=positions, padding=padding, documents=documents, caches=caches
+        return self.forward_embeddings(
+            self.embedding(ids),
+            positions=positions,
+            attention_mask=attention_mask,
+            document_ids=document_ids,
+            caches=caches,
         )
 
-    def from_embeddings(
+    def forward_embeddings(
         self,
         x: Tensor,
         *,
         positions: Tensor | None = None,
-        padding: Tensor | None = None,
-        documents: Tensor | None = None,
-        caches: list[KVCache | SlowCache] | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        caches: list[KVCache | SlowPathCache] | None = None,
     ) -> Tensor:
         """The same from token embeddings (B, T, width), for those who ask what a token's embedding does."""
         length = x.shape[1]
         past = caches[0].length if caches else 0
         first: Attention = self.blocks[0].attention  # type: ignore[assignment]
-        rotation = first.rotation_for(x, positions, documents, past)
-        mask = first.mask_for(length, past + length, padding, documents, x.device, x.shape[0])
+        rotation = first.make_rotation(x, positions, document_ids, past)
+        mask = first.make_mask(length, past + length, attention_mask, document_ids, x.device, x.shape[0])
         if self.slow is not None:
-            heard = self.slow(x, padding=padding, documents=documents, cache=caches[-1] if caches else None)
+            heard = self.slow(
+                x,
+                attention_mask=attention_mask,
+                document_ids=document_ids,
+                cache=caches[-1] if caches else None,
+            )
         for layer, block in enumerate(self.blocks):
             if self.slow is not None:
                 x = self.slow.inject(x, heard, layer)
-            if self.checkpoint_blocks and self.training and caches is None:
+            if self.activation_checkpointing and self.training and caches is None:
                 x = checkpoint(block, x, rotation, mask, use_reentrant=False)
             else:
                 x = block(x, rotation, mask, caches[layer] if caches else None)
         out: Tensor = self.norm(x)
         return out
 
-    def couplings_changed(self) -> None:
+    def sync_config(self) -> None:
         """Have the config say what the couplings are by now: whoever saves it must be able to build this."""
         attention: Attention = self.blocks[0].attention  # type: ignore[assignment]
         slow = self.config.slow
@@ -174,26 +189,26 @@ class Decoder(nn.Module):
         if self.head is not None:
             out: Tensor = self.head(hidden)
             return out
-        refuse_offloaded(self.embedding.weight, hidden, around="QKFlowForCausalLM")
+        check_not_offloaded(self.embedding.weight, hidden, module_class="QKFlowForCausalLM")
         return F.linear(hidden, self.embedding.weight)
 
-    def new_caches(self, batch: int, capacity: int) -> list[KVCache | SlowCache]:
+    def new_caches(self, batch_size: int, capacity: int) -> list[KVCache | SlowPathCache]:
         """One empty cache a layer, and after them the slow path's if there is one."""
         paths = [*(block.attention for block in self.blocks), *([self.slow] if self.slow is not None else [])]
-        return [path.new_cache(batch, capacity) for path in paths]  # type: ignore[operator, union-attr]
+        return [path.new_cache(batch_size, capacity) for path in paths]  # type: ignore[operator, union-attr]
 
-    def start_parameters(self, draw: Draw) -> None:
+    def init_parameters(self, sampler: ParamSampler) -> None:
         # tied, the embedding is also the output matrix, whose fan-in is the width
         weight = self.embedding.weight
-        fill(weight, draw.matrix("embedding.weight", weight.shape, self.config.width))
+        copy_into(weight, sampler.matrix("embedding.weight", weight.shape, self.config.dim))
         if self.head is not None:
-            draw.linear("head", self.head)
+            sampler.init_linear("head", self.head)
         nn.init.ones_(self.norm.weight)
 
 
-def build_slow_path(config: ModelConfig, **where: Any) -> SlowPath | None:
+def build_slow_path(config: ModelConfig, **factory_kwargs: Any) -> SlowPath | None:
     if config.slow is None:
         return None
-    slow = config.of_slow_path()
-    blocks: list[nn.Module] = [Block(slow, layer, **where) for layer in range(slow.layers)]
-    return SlowPath(config.slow, blocks, config.width, config.layers, config.norm_eps, **where)
+    slow = config.slow_path_config()
+    blocks: list[nn.Module] = [Block(slow, layer, **factory_kwargs) for layer in range(slow.n_layers)]
+    return SlowPath(config.slow, blocks, config.dim, config.n_layers, config.norm_eps, **factory_kwargs)

@@ -11,10 +11,10 @@ from torch import Tensor
 from qkflow.attention import KVCache
 from qkflow.errors import InputError
 from qkflow.models.decoder import Decoder
-from qkflow.models.decoding import Layouts, TokenByToken
-from qkflow.models.slow_path.cache import SlowCache
+from qkflow.models.decoding import CPUDecoder, PackedWeights
+from qkflow.models.slow_path.cache import SlowPathCache
 
-WORTH_PREPARING = 24  # tokens: fewer are sooner made by the model as it is
+MIN_TOKENS_TO_PREPARE = 24  # tokens: fewer are sooner made by the model as it is
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Sampler:
 def generate(
     model: Decoder,
     ids: Tensor,
-    max_new: int,
+    max_new_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
-    end: int | None = None,
-    padding: Tensor | None = None,
-    stream: Callable[[Tensor], object] | None = None,
+    eos_token_id: int | None = None,
+    attention_mask: Tensor | None = None,
+    on_token: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
     """Continue sequences of token ids (B, T) by up to `max_new` tokens: (B, T + new).
 
@@ -76,7 +76,7 @@ def generate(
     padding       (B, T), True at real tokens: prompts of different lengths, filled up on the left
     stream        called with each new token (B,) as soon as it is known
     """
-    _check(model, ids, max_new, padding)
+    _check_inputs(model, ids, max_new_tokens, attention_mask)
     device = model.embedding.weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
@@ -86,74 +86,82 @@ def generate(
     ended = torch.zeros(len(ids), dtype=torch.bool, device=device)
     try:
         with torch.inference_mode():
-            for token in _tokens(model, made[0], max_new, sampler, padding):
-                if end is not None:
-                    token = token.masked_fill(ended, end)
-                    ended = ended | (token == end)
+            for token in _generate_tokens(model, made[0], max_new_tokens, sampler, attention_mask):
+                if eos_token_id is not None:
+                    token = token.masked_fill(ended, eos_token_id)
+                    ended = ended | (token == eos_token_id)
                 made.append(token[:, None])
-                if stream is not None:
-                    stream(token)
-                if end is not None and ended.all():
+                if on_token is not None:
+                    on_token(token)
+                if eos_token_id is not None and ended.all():
                     break
     finally:
         model.train(training)
     return torch.cat(made, dim=1)  # outside, so that it is a tensor like any other
 
 
-def _tokens(
-    model: Decoder, ids: Tensor, count: int, sampler: Sampler, padding: Tensor | None
+def _generate_tokens(
+    model: Decoder, ids: Tensor, max_new_tokens: int, sampler: Sampler, attention_mask: Tensor | None
 ) -> Iterator[Tensor]:
     """New tokens (B,), one after the other."""
     batch, length = ids.shape
-    caches = model.new_caches(batch, length + count)
-    if padding is not None:
-        yield from _padded(model, ids, count, sampler, padding.to(ids.device).bool())
+    caches = model.new_caches(batch, length + max_new_tokens)
+    if attention_mask is not None:
+        yield from _generate_left_padded(
+            model, ids, max_new_tokens, sampler, attention_mask.to(ids.device).bool()
+        )
         return
     token = sampler(model.logits(model(ids, caches=caches)[:, -1]))
     yield token
-    read = one_by_one(model, caches, batch, count)
-    for _ in range(count - 1):
+    read = make_decode_step(model, caches, batch, max_new_tokens)
+    for _ in range(max_new_tokens - 1):
         token = sampler(read(token))
         yield token
 
 
-def one_by_one(
+def make_decode_step(
     model: Decoder,
-    caches: Sequence[KVCache | SlowCache],
-    batch: int,
-    count: int,
-    layouts: Layouts | None = None,
+    caches: Sequence[KVCache | SlowPathCache],
+    batch_size: int,
+    n_tokens: int,
+    packed_weights: PackedWeights | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """The quickest way to read `count` tokens, each after the last: from tokens (B,) to logits (B, V)."""
-    if batch == 1 and count > WORTH_PREPARING and TokenByToken.suits(model):
-        decoder = TokenByToken(model, caches, layouts)
+    if batch_size == 1 and n_tokens > MIN_TOKENS_TO_PREPARE and CPUDecoder.supports(model):
+        decoder = CPUDecoder(model, caches, packed_weights)
         return lambda token: decoder.logits(int(token))[None]
     return lambda token: model.logits(model(token[:, None], caches=caches)[:, -1])
 
 
-def _padded(model: Decoder, ids: Tensor, count: int, sampler: Sampler, real: Tensor) -> Iterator[Tensor]:
+def _generate_left_padded(
+    model: Decoder, ids: Tensor, max_new_tokens: int, sampler: Sampler, attention_mask: Tensor
+) -> Iterator[Tensor]:
     """The same for prompts filled up on the left: every row has positions of its own and sees no filling."""
-    caches = model.new_caches(ids.shape[0], ids.shape[1] + count)
-    positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-    token = sampler(model.logits(model(ids, positions=positions, padding=real, caches=caches)[:, -1]))
+    caches = model.new_caches(ids.shape[0], ids.shape[1] + max_new_tokens)
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    token = sampler(
+        model.logits(model(ids, positions=positions, attention_mask=attention_mask, caches=caches)[:, -1])
+    )
     yield token
-    for _ in range(count - 1):
-        real = torch.cat([real, torch.ones_like(real[:, :1])], dim=1)
+    for _ in range(max_new_tokens - 1):
+        attention_mask = torch.cat([attention_mask, torch.ones_like(attention_mask[:, :1])], dim=1)
         positions = positions[:, -1:] + 1
-        hidden = model(token[:, None], positions=positions, padding=real, caches=caches)
+        hidden = model(token[:, None], positions=positions, attention_mask=attention_mask, caches=caches)
         token = sampler(model.logits(hidden[:, -1]))
         yield token
 
 
-def _check(model: Decoder, ids: Tensor, max_new: int, padding: Tensor | None) -> None:
+def _check_inputs(model: Decoder, ids: Tensor, max_new_tokens: int, attention_mask: Tensor | None) -> None:
     if ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
         raise InputError(
             "give token ids, whole numbers, of shape (batch, tokens) with at least one token, not "
             f"{tuple(ids.shape)} of {ids.dtype}"
         )
-    if max_new < 1:
-        raise InputError(f"the number of tokens to generate must be at least 1, not {max_new}")
-    if int(ids.max()) >= model.config.vocabulary or int(ids.min()) < 0:
-        raise InputError(f"a token id lies outside the model's vocabulary of {model.config.vocabulary}")
-    if padding is not None and (padding.shape != ids.shape or not bool(padding[:, -1].all())):
+    if max_new_tokens < 1:
+        raise InputError(f"the number of tokens to generate must be at least 1, not {max_new_tokens}")
+    if int(ids.max()) >= model.config.vocab_size or int(ids.min()) < 0:
+        raise InputError(f"a token id lies outside the model's vocabulary of {model.config.vocab_size}")
+    if attention_mask is not None and (
+        attention_mask.shape != ids.shape or not bool(attention_mask[:, -1].all())
+    ):
         raise InputError("padding must have the shape of the ids and fill up prompts on the left")

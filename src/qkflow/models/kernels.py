@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.autograd import ByHand
+from qkflow.autograd import CustomFunction
 
 
 class RMSNorm(nn.RMSNorm):
@@ -28,14 +28,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if exact and x.device.type in ("cpu", "meta"):
         out: Tensor = _RMSNorm.call(x, weight, eps)
         return out
-    return _RMSNorm.plain(x, weight, eps)
+    return _RMSNorm.composite(x, weight, eps)
 
 
-class _RMSNorm(ByHand):
+class _RMSNorm(CustomFunction):
     """With r = 1/√(mean(x²) + ε): dx = r·(g⊙w − x·r²·⟨g⊙w, x⟩/D) and dw = Σ r·(g⊙x)."""
 
     @staticmethod
-    def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def composite(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     @staticmethod
@@ -62,11 +62,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-class _SwiGLU(ByHand):
+class _SwiGLU(CustomFunction):
     """With σ = sigmoid(gate) and a = gate·σ, the gradient of a with respect to gate is σ − a·σ + a."""
 
     @staticmethod
-    def plain(gate: Tensor, up: Tensor) -> Tensor:
+    def composite(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
 
     @staticmethod

@@ -18,21 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qkflow.attention.projections import under_autocast
+from qkflow.attention.projections import is_autocast_enabled
 
-CHUNK = 512  # tokens: their logits fit the cache, and the matrix products still run at full speed
-IGNORE = -100
+CHUNK_SIZE = 512  # tokens: their logits fit the cache, and the matrix products still run at full speed
+IGNORE_INDEX = -100
 Reduction = Literal["mean", "sum"]
 
 
-def cross_entropy(
+def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
     reduction: Reduction = "mean",
-    ignore_index: int = IGNORE,
-    chunk: int = CHUNK,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
     """Cross-entropy of the logits `hidden @ weight.T` against `targets`.
 
@@ -41,21 +41,25 @@ def cross_entropy(
     chunk      tokens whose logits exist at one time
     """
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if under_autocast(hidden):
+    if is_autocast_enabled(hidden):
         hidden, weight = (x.to(torch.get_autocast_dtype(hidden.device.type)) for x in (hidden, weight))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets, reduction, ignore_index, chunk)
+        loss: Tensor = _ChunkedLinearCrossEntropy.apply(
+            hidden, weight, targets, reduction, ignore_index, chunk_size
+        )
         return loss
-    return _by_chunks(hidden, weight, targets, reduction, ignore_index, chunk, (False, False))[0]
+    return _chunked_loss_and_grads(
+        hidden, weight, targets, reduction, ignore_index, chunk_size, (False, False)
+    )[0]
 
 
-def cross_entropy_reference(
+def linear_cross_entropy_reference(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
     reduction: Reduction = "mean",
-    ignore_index: int = IGNORE,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """The textbook form, with all logits at once."""
     logits = F.linear(hidden, weight).flatten(0, -2)
@@ -63,7 +67,7 @@ def cross_entropy_reference(
     return F.cross_entropy(exact, targets.reshape(-1), reduction=reduction, ignore_index=ignore_index)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -72,10 +76,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         reduction: Reduction,
         ignore_index: int,
-        chunk: int,
+        chunk_size: int,
     ) -> Tensor:
         need = ctx.needs_input_grad[:2]
-        loss, *gradients = _by_chunks(hidden, weight, targets, reduction, ignore_index, chunk, need)
+        loss, *gradients = _chunked_loss_and_grads(
+            hidden, weight, targets, reduction, ignore_index, chunk_size, need
+        )
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -91,14 +97,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def _by_chunks(
+def _chunked_loss_and_grads(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     reduction: Reduction,
     ignore_index: int,
-    chunk: int,
-    need: tuple[bool, bool],
+    chunk_size: int,
+    needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The loss, and the gradients of hidden and weight where they are needed."""
     exact = torch.promote_types(hidden.dtype, torch.float32)  # of sums and of the loss
@@ -107,12 +113,12 @@ def _by_chunks(
     shares = counted.to(exact)  # of each token in the loss
     if reduction == "mean":
         shares /= counted.sum().clamp(min=1)  # where none counts, the loss and its gradient are zero
-    grad_hidden = torch.empty_like(hidden) if need[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=exact) if need[1] else None
+    grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=exact) if needs_grad[1] else None
     total = torch.zeros((), dtype=exact, device=hidden.device)
-    buffer = torch.empty(min(chunk, len(hidden)), len(weight), dtype=hidden.dtype, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, start + chunk)
+    buffer = torch.empty(min(chunk_size, len(hidden)), len(weight), dtype=hidden.dtype, device=hidden.device)
+    for start in range(0, len(hidden), chunk_size):
+        rows = slice(start, start + chunk_size)
         h, target, share = hidden[rows], targets[rows], shares[rows]
         logits = torch.mm(h, weight.t(), out=buffer[: len(h)]).to(exact)
         top = logits.amax(dim=1, keepdim=True)

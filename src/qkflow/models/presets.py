@@ -11,12 +11,12 @@ from qkflow.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Preset:
-    layers: int
-    width: int
-    heads: int
+    n_layers: int
+    dim: int
+    n_heads: int
     feed_forward: str
-    vocabulary: int  # used where no tokenizer says otherwise
-    about: str
+    vocab_size: int  # used where no tokenizer says otherwise
+    description: str
 
 
 PRESETS: dict[str, Preset] = {
@@ -29,16 +29,16 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset(name: str, **changes: Any) -> ModelConfig:
-    """The config of a named size, with any field changed, e.g. `preset("tiny", vocabulary=512)`."""
+def preset(name: str, **overrides: Any) -> ModelConfig:
+    """The config of a named size, with any field changed, e.g. `preset("tiny", vocab_size=512)`."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     chosen = PRESETS[name]
     base = {
-        "layers": chosen.layers,
-        "width": chosen.width,
-        "heads": chosen.heads,
+        "n_layers": chosen.n_layers,
+        "dim": chosen.dim,
+        "n_heads": chosen.n_heads,
         "feed_forward": chosen.feed_forward,
-        "vocabulary": chosen.vocabulary,
+        "vocab_size": chosen.vocab_size,
     }
-    return ModelConfig.from_dict({**base, **changes})
+    return ModelConfig.from_dict({**base, **overrides})

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkflow.report.tables import all_rows, number
-from qkflow.studies.stats import percent_perplexity
+from qkflow.report.tables import all_rows, format_number
+from qkflow.studies.stats import perplexity_percent_change
 
 if TYPE_CHECKING:
     from qkflow.studies.analysis import RunData
 
-REFERENCE_COLOUR = "#808080"
+REFERENCE_COLOR = "#808080"
 PALETTE = ("#1A80C4", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A6761D", "#8C6BB1")
 DASHES = ("solid", "dash", "dashdot", "longdash")  # once the colours are used up
 
-PROBES = {
+PROBE_TITLES = {
     "step_size": "Learned step size Δ",
     "attention_entropy": "Attention entropy, nats",
     "sink_mass": "Share of attention on the first token",
@@ -49,7 +49,7 @@ Figure = dict[str, Any]
 Curve = list[tuple[float, float, float, float]]  # (step, tokens, seconds, loss)
 
 
-def styles(summary: dict[str, Any]) -> dict[str, dict[str, str]]:
+def variant_styles(summary: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Colour and dash of every variant, the same in all figures."""
     found = {}
     for i, row in enumerate(summary["variants"]):
@@ -58,32 +58,34 @@ def styles(summary: dict[str, Any]) -> dict[str, dict[str, str]]:
             "dash": DASHES[i // len(PALETTE) % len(DASHES)],
         }
     if summary["reference"]:
-        found[summary["reference"]["variant"]] = {"color": REFERENCE_COLOUR, "dash": "solid"}
+        found[summary["reference"]["variant"]] = {"color": REFERENCE_COLOR, "dash": "solid"}
     return found
 
 
-def differences(summary: dict[str, Any]) -> Figure | None:
+def differences_figure(summary: dict[str, Any]) -> Figure | None:
     """Every variant at its best start against the reference: mean, interval, and each seed above it."""
     rows = [row for row in reversed(summary["variants"]) if row["difference"]]
-    style, traces = styles(summary), []
+    style, traces = variant_styles(summary), []
     for place, row in enumerate(rows):
         colour = style[row["variant"]]["color"]
-        traces.append(_seed_dots(row, summary["reference"], place + 0.24, colour))
-        name = f"{row['variant']} from {row['best_start']}"
-        traces.append(_interval(row["difference"], place, colour, name, main=True))
+        traces.append(_seed_trace(row, summary["reference"], place + 0.24, colour))
+        name = f"{row['variant']} from {row['best_init']}"
+        traces.append(_interval_trace(row["difference"], place, colour, name, emphasized=True))
     return _rows_figure(traces, [row["variant"] for row in rows], row_height=62) if rows else None
 
 
-def same_start(summary: dict[str, Any]) -> Figure | None:
+def same_init_figure(summary: dict[str, Any]) -> Figure | None:
     """Every variant from every start, against the standard model from that start."""
-    style, traces = styles(summary), []
+    style, traces = variant_styles(summary), []
     names: list[str] = []
     for row in reversed(summary["variants"]):
-        for start in reversed(row["by_start"]):
-            if start["same_start_difference"]:
+        for start in reversed(row["by_init"]):
+            if start["same_init_difference"]:
                 name = f"{row['variant']} · {start['against'].partition('@')[2]}"
                 colour = style[row["variant"]]["color"]
-                traces.append(_interval(start["same_start_difference"], len(names), colour, name, main=False))
+                traces.append(
+                    _interval_trace(start["same_init_difference"], len(names), colour, name, emphasized=False)
+                )
                 names.append(name)
     return _rows_figure(traces, names, row_height=34) if names else None
 
@@ -103,21 +105,23 @@ def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int
     return {"data": traces, "layout": layout}
 
 
-def _interval(difference: dict[str, Any], y: float, colour: str, text: str, main: bool) -> dict[str, Any]:
+def _interval_trace(
+    difference: dict[str, Any], y: float, color: str, text: str, emphasized: bool
+) -> dict[str, Any]:
     mean, low, high = (difference["percent"][name] for name in ("mean", "low", "high"))
     bars = {}
-    said = f"{text}<br>{number(mean, '+.2f')}%"
+    said = f"{text}<br>{format_number(mean, '+.2f')}%"
     if mean is not None and low is not None and high is not None:
         bars = {
             "type": "data",
             "symmetric": False,
             "array": [high - mean],
             "arrayminus": [mean - low],
-            "thickness": 3 if main else 2,
-            "width": 7 if main else 5,
-            "color": colour,
+            "thickness": 3 if emphasized else 2,
+            "width": 7 if emphasized else 5,
+            "color": color,
         }
-        said += f" ({number(low, '+.2f')} to {number(high, '+.2f')})"
+        said += f" ({format_number(low, '+.2f')} to {format_number(high, '+.2f')})"
     return {
         "type": "scatter",
         "mode": "markers",
@@ -125,15 +129,15 @@ def _interval(difference: dict[str, Any], y: float, colour: str, text: str, main
         "y": [y],
         "error_x": bars,
         "marker": {
-            "color": colour,
-            "size": 12 if main else 8,
-            "symbol": "circle" if main else "diamond",
+            "color": color,
+            "size": 12 if emphasized else 8,
+            "symbol": "circle" if emphasized else "diamond",
         },
         "hovertemplate": said + "<extra></extra>",
     }
 
 
-def _seed_dots(row: dict[str, Any], reference: dict[str, Any], y: float, colour: str) -> dict[str, Any]:
+def _seed_trace(row: dict[str, Any], reference: dict[str, Any], y: float, color: str) -> dict[str, Any]:
     """Each seed's own difference, small."""
     ours = dict(zip(row["seeds"], row["loss_by_seed"], strict=True))
     theirs = dict(zip(reference["seeds"], reference["loss_by_seed"], strict=True))
@@ -141,30 +145,30 @@ def _seed_dots(row: dict[str, Any], reference: dict[str, Any], y: float, colour:
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [percent_perplexity(ours[seed] - theirs[seed]) for seed in seeds],
+        "x": [perplexity_percent_change(ours[seed] - theirs[seed]) for seed in seeds],
         "y": [y] * len(seeds),
-        "marker": {"color": colour, "size": 6, "opacity": 0.55},
+        "marker": {"color": color, "size": 6, "opacity": 0.55},
         "text": [f"{row['variant']}, seed {seed}" for seed in seeds],
         "hovertemplate": "%{text}: %{x:+.2f}%<extra></extra>",
     }
 
 
-def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> Figure | None:
+def loss_curve_figure(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> Figure | None:
     """Validation loss against `tokens` or `seconds`: mean over seeds with the range of the seeds behind it.
 
     Starts other than a variant's best are there but hidden; the page can show them.
     """
-    style, traces, late = styles(summary), [], []
+    style, traces, late = variant_styles(summary), [], []
     drawn: set[str] = set()
     for row in all_rows(summary):
-        for start in sorted(row["by_start"], key=lambda start: start["cell"] != row["cell"]):
-            curve = _mean_evals([run for run in runs if run.cell == start["cell"]], axis)
-            if not curve or start["cell"] in drawn:  # one cell may be a start of two contestants
+        for start in sorted(row["by_init"], key=lambda start: start["cell"] != row["cell"]):
+            curve = _mean_eval_curve([run for run in runs if run.cell == start["cell"]], axis)
+            if not curve or start["cell"] in drawn:  # one cell may be a start of two arms
                 continue
             drawn.add(start["cell"])
             best = start["cell"] == row["cell"]
-            name = f"{row['variant']} from {start['start']}"
-            traces += band_and_line(curve, name, style[row["variant"]], best)
+            name = f"{row['variant']} from {start['init']}"
+            traces += band_and_line_traces(curve, name, style[row["variant"]], best)
             late += [point[1] for point in curve if best and point[0] >= 0.2 * curve[-1][0]]
     if not traces:
         return None
@@ -179,19 +183,23 @@ def loss_curves(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> 
     return {"data": traces, "layout": layout}
 
 
-def gaps(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
+def perplexity_gap_figure(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
     """How far each variant is from the reference after equally many tokens, all through training."""
-    style, traces = styles(summary), []
+    style, traces = variant_styles(summary), []
     reference = summary["reference"]
     if reference is None:
         return None
     base = {run.seed: run.curve() for run in runs if run.cell == reference["cell"]}
     for row in summary["variants"]:
-        ours = _whole([run for run in runs if run.cell == row["cell"] != reference["cell"]])
-        curves = [_gap(run.curve(), base[run.seed]) for run in ours if base.get(run.seed) and run.curve()]
+        ours = _finished_or_all([run for run in runs if run.cell == row["cell"] != reference["cell"]])
+        curves = [
+            _perplexity_gap_curve(run.curve(), base[run.seed])
+            for run in ours
+            if base.get(run.seed) and run.curve()
+        ]
         if curves:
             points = _mean_and_range(curves)
-            traces += band_and_line(points, row["variant"], style[row["variant"]], True, "%{y:+.2f}%")
+            traces += band_and_line_traces(points, row["variant"], style[row["variant"]], True, "%{y:+.2f}%")
     if not traces:
         return None
     layout = base_layout("training tokens") | {"height": 340}
@@ -199,7 +207,7 @@ def gaps(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
     return {"data": traces, "layout": layout}
 
 
-def _gap(ours: Curve, theirs: Curve) -> dict[float, tuple[float, float]]:
+def _perplexity_gap_curve(ours: Curve, theirs: Curve) -> dict[float, tuple[float, float]]:
     """Per cent of perplexity by our step, where both have trained; their loss is interpolated in between.
 
     With equal time or FLOPs the two evaluate after different numbers of tokens.
@@ -209,7 +217,7 @@ def _gap(ours: Curve, theirs: Curve) -> dict[float, tuple[float, float]]:
         step: (seen, gap)
         for step, seen, _, loss in ours
         if tokens[0] <= seen <= tokens[-1]
-        and (gap := percent_perplexity(loss - float(np.interp(seen, tokens, losses)))) is not None
+        and (gap := perplexity_percent_change(loss - float(np.interp(seen, tokens, losses)))) is not None
     }
 
 
@@ -225,45 +233,50 @@ def _mean_and_range(
     return points
 
 
-def _whole(runs: Sequence[RunData]) -> Sequence[RunData]:
+def _finished_or_all(runs: Sequence[RunData]) -> Sequence[RunData]:
     """The finished runs: a mean goes as far as its shortest curve, one just begun would hide the others."""
-    return [run for run in runs if run.state == "finished"] or runs
+    return [run for run in runs if run.status == "finished"] or runs
 
 
-def _mean_evals(runs: Sequence[RunData], axis: str) -> list[tuple[float, float, float, float]]:
+def _mean_eval_curve(runs: Sequence[RunData], axis: str) -> list[tuple[float, float, float, float]]:
     column = {"tokens": 1, "seconds": 2}[axis]
-    curves = [{row[0]: (row[column], row[3]) for row in run.curve()} for run in _whole(runs) if run.curve()]
+    curves = [
+        {row[0]: (row[column], row[3]) for row in run.curve()}
+        for run in _finished_or_all(runs)
+        if run.curve()
+    ]
     return _mean_and_range(curves) if curves else []
 
 
-def band_and_line(
+def band_and_line_traces(
     points: list[tuple[float, float, float, float]],
     name: str,
     style: dict[str, str],
-    best: bool,
-    shown: str = "%{y:.4f}",
+    is_best: bool,
+    hover_format: str = "%{y:.4f}",
 ) -> list[dict[str, Any]]:
-    xs = [_short(point[0]) for point in points]
+    xs = [_round_for_plot(point[0]) for point in points]
     line = {
         "type": "scatter",
         "mode": "lines",
         "name": name,
         "x": xs,
-        "y": [_short(point[1]) for point in points],
-        "line": {"color": style["color"], "width": 2.4, "dash": style["dash"] if best else "dot"},
-        "visible": best,
-        "meta": {"best": best},
-        "hovertemplate": f"{name}: {shown}<extra></extra>",
+        "y": [_round_for_plot(point[1]) for point in points],
+        "line": {"color": style["color"], "width": 2.4, "dash": style["dash"] if is_best else "dot"},
+        "visible": is_best,
+        "meta": {"best": is_best},
+        "hovertemplate": f"{name}: {hover_format}<extra></extra>",
     }
-    if not best or len(points) < 2:
+    if not is_best or len(points) < 2:
         return [line]
     band = {
         "type": "scatter",
         "mode": "lines",
         "x": xs + xs[::-1],
-        "y": [_short(point[3]) for point in points] + [_short(point[2]) for point in points[::-1]],
+        "y": [_round_for_plot(point[3]) for point in points]
+        + [_round_for_plot(point[2]) for point in points[::-1]],
         "fill": "toself",
-        "fillcolor": _faint(style["color"]),
+        "fillcolor": _transparent(style["color"]),
         "line": {"width": 0},
         "meta": {"best": True},
         "hoverinfo": "skip",
@@ -271,9 +284,9 @@ def band_and_line(
     return [band, line]
 
 
-def probes(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Figure]:
+def probe_figures(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Figure]:
     """One small figure per probe, known ones first: its mean over layers, and every layer switched off."""
-    style = styles(summary)
+    style = variant_styles(summary)
     found: dict[str, list[dict[str, Any]]] = {}
     for row in all_rows(summary):
         cell = [run for run in runs if run.cell == row["cell"]]
@@ -281,7 +294,7 @@ def probes(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Figure
             traces = _probe_traces(cell, name, row["variant"], style[row["variant"]])
             if traces:
                 found.setdefault(name, []).extend(traces)
-    order = [name for name in PROBES if name in found] + sorted(found.keys() - PROBES.keys())
+    order = [name for name in PROBE_TITLES if name in found] + sorted(found.keys() - PROBE_TITLES.keys())
     figures = {}
     for name in order:
         figures[name] = {"data": found[name], "layout": base_layout("training tokens") | {"height": 290}}
@@ -289,7 +302,7 @@ def probes(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Figure
 
 
 def probe_title(name: str) -> str:
-    return PROBES.get(name) or name.replace("_", " ").capitalize()
+    return PROBE_TITLES.get(name) or name.replace("_", " ").capitalize()
 
 
 def _probe_names(runs: Sequence[RunData]) -> list[str]:
@@ -317,7 +330,7 @@ def _probe_traces(
         ys = []
         for x in xs:
             picked = [sum(v) / len(v) if layer == "mean" else v[int(layer)] for v in sums[x]]
-            ys.append(_short(sum(picked) / len(picked)))
+            ys.append(_round_for_plot(sum(picked) / len(picked)))
         traces.append(
             {
                 "type": "scatter",
@@ -333,12 +346,12 @@ def _probe_traces(
     return traces
 
 
-def base_layout(x: str) -> dict[str, Any]:
+def base_layout(x_title: str) -> dict[str, Any]:
     """What is plotted stands above a figure, as text of the page; so does the legend."""
     axis = {"zeroline": False, "ticks": "outside", "ticklen": 4}
     return {
         # One line of ticks and a title fit a fixed margin; two that adapt would adapt to each other.
-        "xaxis": {**axis, "tickangle": 0, "title": {"text": x, "font": {"size": 12}, "standoff": 8}},
+        "xaxis": {**axis, "tickangle": 0, "title": {"text": x_title, "font": {"size": 12}, "standoff": 8}},
         "yaxis": {**axis, "automargin": True},
         "margin": {"l": 8, "r": 16, "t": 8, "b": 46},
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -348,11 +361,11 @@ def base_layout(x: str) -> dict[str, Any]:
     }
 
 
-def _short(value: float) -> float:
+def _round_for_plot(value: float) -> float:
     """Six digits are more than a plot can show, and half the page's size."""
     return float(f"{value:.6g}")
 
 
-def _faint(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+def _transparent(color: str) -> str:
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.14)"

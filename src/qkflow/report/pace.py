@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.files import write_atomic, write_json
-from qkflow.report.figures import PALETTE, REFERENCE_COLOUR, Figure, band_and_line, base_layout
-from qkflow.report.pace_tables import HEADINGS, SHOWN, cell, interval, published_cells, summary_csv
-from qkflow.report.page import json_for_script, template
-from qkflow.studies.pace.analysis import SOURCES
-from qkflow.studies.pace.run import EDGES
+from qkflow.report.figures import PALETTE, REFERENCE_COLOR, Figure, band_and_line_traces, base_layout
+from qkflow.report.pace_tables import (
+    COLUMN_HEADINGS,
+    TABLE_COLUMNS,
+    format_cell,
+    format_interval,
+    published_cells,
+    summary_csv,
+)
+from qkflow.report.page import json_for_script, load_template
+from qkflow.studies.pace.analysis import ATTRIBUTION_METHODS
+from qkflow.studies.pace.run import BIN_EDGES
 
-CURVES = {
+CURVE_TITLES = {
     "mass": "Attention on the rationale",
     "truth": "Probability of the truth",
     "accuracy": "Accuracy",
@@ -27,59 +34,67 @@ def write_outputs(folder: Path, summary: dict[str, Any]) -> None:
     """summary.json, summary.csv and report.html."""
     write_json(folder / "summary.json", summary)
     write_atomic(folder / "summary.csv", summary_csv(summary))
-    write_atomic(folder / "report.html", render(summary))
+    write_atomic(folder / "report.html", render_report(summary))
 
 
-def render(summary: dict[str, Any]) -> str:
+def render_report(summary: dict[str, Any]) -> str:
     from plotly.offline import get_plotlyjs
 
     colours = _colours(summary)
-    heatmaps = {f"heatmap-{i}": _heatmap(row) for i, row in enumerate(summary["rows"]) if row["heatmap"]}
+    heatmaps = {
+        f"heatmap-{i}": _heatmap_figure(row) for i, row in enumerate(summary["rows"]) if row["heatmap"]
+    }
     titles = {f"heatmap-{i}": f"r = {row['ratio']}" for i, row in enumerate(summary["rows"])}
-    curves = {f"curve-{name}": figure for name in CURVES if (figure := _curve(summary, name, colours))}
+    curves = {
+        f"curve-{name}": figure for name in CURVE_TITLES if (figure := _curve_figure(summary, name, colours))
+    }
     drawn = {**heatmaps, **curves}
-    return template("pace.html").render(
+    return load_template("pace.html").render(
         summary=summary,
-        question=summary["question"],
+        config=summary["config"],
         colours=colours,
-        cells={row["ratio"]: [cell(row, name) for name in SHOWN] for row in summary["rows"]},
-        headings=[HEADINGS[name] for name in SHOWN],
+        cells={row["ratio"]: [format_cell(row, name) for name in TABLE_COLUMNS] for row in summary["rows"]},
+        headings=[COLUMN_HEADINGS[name] for name in TABLE_COLUMNS],
         published=[
-            (title, published_cells(summary, faster)) for faster, title in _TITLES if summary["published"]
+            (title, published_cells(summary, faster))
+            for faster, title in _PUBLISHED_TITLES
+            if summary["published"]
         ],
-        explains=_explains_rows(summary),
-        sources=SOURCES,
+        explains=_attribution_rows(summary),
+        sources=ATTRIBUTION_METHODS,
         figures=drawn,
         heatmaps={name: titles[name] for name in heatmaps},
-        curves={name: CURVES[name.removeprefix("curve-")] for name in curves},
+        curves={name: CURVE_TITLES[name.removeprefix("curve-")] for name in curves},
         figures_json=json_for_script(drawn),
         plotly_js=get_plotlyjs(),
     )
 
 
-_TITLES = ((False, "published, same rate"), (True, "published, faster"))
+_PUBLISHED_TITLES = ((False, "published, same rate"), (True, "published, faster"))
 
 
 def _colours(summary: dict[str, Any]) -> dict[str, str]:
     others = [row["ratio"] for row in summary["rows"] if row["ratio"] != summary["baseline"]]
     found = {ratio: PALETTE[place % len(PALETTE)] for place, ratio in enumerate(others)}
-    return {summary["baseline"]: REFERENCE_COLOUR, **found}
+    return {summary["baseline"]: REFERENCE_COLOR, **found}
 
 
-def _explains_rows(summary: dict[str, Any]) -> list[list[str]]:
+def _attribution_rows(summary: dict[str, Any]) -> list[list[str]]:
     over = {row["ratio"]: row for row in summary["explains"]}
     rows = []
     for row in summary["rows"]:
         if row["deletions"]:
-            means = [f"{row['deletions'][source]['comprehensiveness']:.3f}" for source in SOURCES]
-            against = [interval(over[row["ratio"]][name]) for name in ("attention_random", "gradient_random")]
+            means = [f"{row['deletions'][source]['comprehensiveness']:.3f}" for source in ATTRIBUTION_METHODS]
+            against = [
+                format_interval(over[row["ratio"]][name]) for name in ("attention_random", "gradient_random")
+            ]
             rows.append([row["ratio"], *means, *against])
     return rows
 
 
-def _heatmap(row: dict[str, Any]) -> Figure:
+def _heatmap_figure(row: dict[str, Any]) -> Figure:
     """Attention on the rationale × probability of the truth."""
-    labels = [f"{low:.1f}–{high:.1f}" for low, high in pairwise(EDGES)]
+    labels = [f"{low:.1f}–{high:.1f}" for low, high in pairwise(BIN_EDGES)]
     layout = base_layout("attention on the rationale") | {"height": 330, "hovermode": "closest"}
     layout["yaxis"] |= {"title": {"text": "p(truth)", "font": {"size": 12}}}
     for axis in ("xaxis", "yaxis"):
@@ -100,11 +115,13 @@ def _heatmap(row: dict[str, Any]) -> Figure:
     return {"data": [trace], "layout": layout}
 
 
-def _curve(summary: dict[str, Any], name: str, colours: dict[str, str]) -> Figure | None:
+def _curve_figure(summary: dict[str, Any], name: str, colours: dict[str, str]) -> Figure | None:
     traces = []
     for row in summary["rows"]:
         points = summary["curves"].get(row["ratio"], {}).get(name)
         if points:
             style = {"color": colours[row["ratio"]], "dash": "solid"}
-            traces += band_and_line([tuple(point) for point in points], f"r = {row['ratio']}", style, True)
+            traces += band_and_line_traces(
+                [tuple(point) for point in points], f"r = {row['ratio']}", style, True
+            )
     return {"data": traces, "layout": base_layout("training steps") | {"height": 290}} if traces else None

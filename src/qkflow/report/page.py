@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qkflow.report import figures
-from qkflow.report.tables import all_rows, interval, number
+from qkflow.report.tables import all_rows, format_difference, format_number
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -23,30 +23,30 @@ _BADGES = {
 }
 
 
-def render(summary: dict[str, Any], runs: Sequence[RunData]) -> str:
+def render_report(summary: dict[str, Any], runs: Sequence[RunData]) -> str:
     """The whole page as text. Everything users may have written is escaped by the template engine."""
     from plotly.offline import get_plotlyjs
 
-    drawn = _figures(summary, runs)
-    return template("report.html").render(
+    drawn = _build_figures(summary, runs)
+    return load_template("report.html").render(
         summary=summary,
-        question=summary["question"],
+        config=summary["config"],
         rows=all_rows(summary),
         badges=_BADGES,
-        styles=figures.styles(summary),
+        styles=figures.variant_styles(summary),
         figures=drawn,
         probes={
             name: figures.probe_title(name.removeprefix("probe-"))
             for name in drawn
             if name.startswith("probe-")
         },
-        layers=_layers(drawn),
+        layers=_probe_layers(drawn),
         figures_json=json_for_script(drawn),
         plotly_js=get_plotlyjs(),
     )
 
 
-def template(name: str) -> Template:
+def load_template(name: str) -> Template:
     """One of the pages in `templates`, ready to be filled in."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -58,30 +58,35 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": number,
-        "interval": interval,
-        "count": count,
-        "bytes": size_in_bytes,
-        "plain": plain,
+        "number": format_number,
+        "interval": format_difference,
+        "count": format_count,
+        "bytes": format_bytes,
+        "plain": format_value,
     }
     return environment.get_template(name)
 
 
-def _figures(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, figures.Figure]:
+def _build_figures(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, figures.Figure]:
     drawn = {
-        "differences": figures.differences(summary),
-        "same-start": figures.same_start(summary),
-        "gap": figures.gaps(summary, runs),
-        "loss-tokens": figures.loss_curves(summary, runs, "tokens"),
-        "loss-seconds": figures.loss_curves(summary, runs, "seconds"),
-        **{f"probe-{name}": figure for name, figure in figures.probes(summary, runs).items()},
+        "differences": figures.differences_figure(summary),
+        "same-start": figures.same_init_figure(summary),
+        "gap": figures.perplexity_gap_figure(summary, runs),
+        "loss-tokens": figures.loss_curve_figure(summary, runs, "tokens"),
+        "loss-seconds": figures.loss_curve_figure(summary, runs, "seconds"),
+        **{f"probe-{name}": figure for name, figure in figures.probe_figures(summary, runs).items()},
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def _layers(drawn: dict[str, figures.Figure]) -> list[str]:
+def _probe_layers(figures_by_name: dict[str, figures.Figure]) -> list[str]:
     """The layers a reader can choose among in the probes."""
-    found = {t["meta"]["layer"] for name, f in drawn.items() if name.startswith("probe-") for t in f["data"]}
+    found = {
+        t["meta"]["layer"]
+        for name, f in figures_by_name.items()
+        if name.startswith("probe-")
+        for t in f["data"]
+    }
     return sorted(found - {"mean"}, key=int)
 
 
@@ -91,7 +96,7 @@ def json_for_script(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """1234567 as 1.23M."""
     if value is None:
         return "–"
@@ -101,18 +106,18 @@ def count(value: float | None) -> str:
     return f"{value:.3g}"
 
 
-def size_in_bytes(value: float | None) -> str:
+def format_bytes(value: float | None) -> str:
     return "–" if value is None else f"{value / 2**20:,.0f} MiB"
 
 
-def plain(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A setting or a fact about the machine as one would write it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        return ", ".join(plain(item) for item in value) or "none"
+        return ", ".join(format_value(item) for item in value) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {plain(item)}" for name, item in value.items())
+        return ", ".join(f"{name}: {format_value(item)}" for name, item in value.items())
     if isinstance(value, float):
         return f"{value:g}"
     return "–" if value is None else f"{value}"

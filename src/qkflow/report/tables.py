@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from qkflow.studies.analysis import RunData
 
-_COSTS = (
+_COST_COLUMNS = (
     "tokens_to_target",
     "seconds_to_target",
     "step_time_ratio",
@@ -23,8 +23,8 @@ _COSTS = (
     "peak_memory_bytes",
     "parameters",
 )
-_LONG = 1e9  # from here on a number is shown by its first digits and its size
-_CURVE = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "bits_per_byte")
+_SCIENTIFIC_FROM = 1e9  # from here on a number is shown by its first digits and its size
+_CURVE_COLUMNS = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "bits_per_byte")
 
 
 def flat_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def flat_row(row: dict[str, Any]) -> dict[str, Any]:
         "variant": row["variant"],
         "role": row["role"],
         "verdict": row["verdict"],
-        "best_start": row["best_start"],
+        "best_init": row["best_init"],
         "lr": row["lr"],
         "seeds": len(row["seeds"]),
         "loss": row["loss"],
@@ -53,7 +53,7 @@ def flat_row(row: dict[str, Any]) -> dict[str, Any]:
         "percent_low": percent.get("low"),
         "percent_high": percent.get("high"),
         "seed_variance_ratio": variance.get("ratio"),
-        **{name: row[name] for name in _COSTS},
+        **{name: row[name] for name in _COST_COLUMNS},
         "sentence": row["sentence"],
     }
 
@@ -65,19 +65,25 @@ def all_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary_csv(summary: dict[str, Any]) -> str:
-    return _csv(flat_row(row) for row in all_rows(summary))
+    return _to_csv(flat_row(row) for row in all_rows(summary))
 
 
 def curves_csv(runs: Sequence[RunData]) -> str:
     """Every evaluation of every run."""
-    return _csv(
-        {"run": run.id, "cell": run.cell, "seed": run.seed, "lr": run.lr, **{k: row.get(k) for k in _CURVE}}
+    return _to_csv(
+        {
+            "run": run.id,
+            "cell": run.cell,
+            "seed": run.seed,
+            "lr": run.lr,
+            **{k: row.get(k) for k in _CURVE_COLUMNS},
+        }
         for run in runs
         for row in run.metrics.get("eval", [])
     )
 
 
-def _csv(rows: Iterable[dict[str, Any]]) -> str:
+def _to_csv(rows: Iterable[dict[str, Any]]) -> str:
     rows = list(rows)
     text = io.StringIO()
     if rows:
@@ -87,32 +93,32 @@ def _csv(rows: Iterable[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def number(value: float | None, form: str = ".3f", missing: str = "–") -> str:
+def format_number(value: float | None, format_spec: str = ".3f", missing: str = "–") -> str:
     """`1.23` by format, `1.23×` where the format ends in ×; a dash where there is nothing."""
-    unit = "×" if form.endswith("×") else ""
+    unit = "×" if format_spec.endswith("×") else ""
     if value is None:
         return missing
-    return format(value, form.removesuffix("×") if abs(value) < _LONG else ".3g") + unit
+    return format(value, format_spec.removesuffix("×") if abs(value) < _SCIENTIFIC_FROM else ".3g") + unit
 
 
-def signed(value: float) -> str:
+def format_signed(value: float) -> str:
     """Per cent with its sign, a true minus, and as many digits as mean something."""
-    if abs(value) >= _LONG:
+    if abs(value) >= _SCIENTIFIC_FROM:
         return f"{value:+.2g}"
     return (f"{value:+.1f}" if abs(value) >= 10 else f"{value:+.2f}").replace("-", "−")
 
 
-def interval(row: dict[str, Any]) -> tuple[str, str]:
+def format_difference(row: dict[str, Any]) -> tuple[str, str]:
     """Difference in per cent of perplexity and its interval, as short text."""
     percent = (row["difference"] or {}).get("percent") or {}
     if percent.get("mean") is None:
         return "–", "–"
     low, high = percent["low"], percent["high"]
-    inside = "–" if low is None or high is None else f"{signed(low)}…{signed(high)}"
-    return f"{signed(percent['mean'])}%", inside
+    inside = "–" if low is None or high is None else f"{format_signed(low)}…{format_signed(high)}"
+    return f"{format_signed(percent['mean'])}%", inside
 
 
-_STYLE = {"helps": "bold green", "hurts": "bold red", "reference": "bold", "no verdict": "dim"}
+_VERDICT_STYLES = {"helps": "bold green", "hurts": "bold red", "reference": "bold", "no verdict": "dim"}
 
 
 def terminal_table(summary: dict[str, Any]) -> Table:
@@ -129,13 +135,13 @@ def terminal_table(summary: dict[str, Any]) -> Table:
     table.add_column("verdict", no_wrap=True)
     for row in all_rows(summary):
         table.add_row(
-            Text(row["variant"], "bold").append(f"\n{row['best_start']}", "dim not bold"),
-            number(row["perplexity"], ".2f"),
-            *interval(row),
+            Text(row["variant"], "bold").append(f"\n{row['best_init']}", "dim not bold"),
+            format_number(row["perplexity"], ".2f"),
+            *format_difference(row),
             *(
-                number(row[name], ".2f×")
+                format_number(row[name], ".2f×")
                 for name in ("tokens_to_target", "seconds_to_target", "step_time_ratio")
             ),
-            Text(row["verdict"], _STYLE.get(row["verdict"], "")),
+            Text(row["verdict"], _VERDICT_STYLES.get(row["verdict"], "")),
         )
     return table

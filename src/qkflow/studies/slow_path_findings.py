@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from qkflow.studies.analysis import RunData
     from qkflow.studies.compare import Comparison
 
-OPEN = 0.01  # a gate counts as open when what it lets through exceeds 1% of the stream it is added to
+OPEN_GATE_THRESHOLD = (
+    0.01  # a gate counts as open when what it lets through exceeds 1% of the stream it is added to
+)
 
 # what the difference of two variants of a study tells
 CONTRASTS = {
@@ -26,7 +28,7 @@ CONTRASTS = {
 
 def gate_findings(comparison: Comparison) -> dict[str, Any]:
     """`gates`: one row a variant with a slow path; `contrasts`: paired differences; `sentences`: in words."""
-    confidence = comparison.summary["question"]["confidence"]
+    confidence = comparison.summary["config"]["confidence"]
     by_cell: dict[str, dict[int, RunData]] = {}
     for run in comparison.runs:
         if run.phase == "compare" and run.loss is not None:
@@ -34,7 +36,7 @@ def gate_findings(comparison: Comparison) -> dict[str, Any]:
     everyone = [comparison.summary["reference"], *comparison.summary["variants"]]
     rows = {row["variant"]: row for row in everyone if row}  # no reference where all its runs failed
     runs = {name: by_cell.get(row["cell"], {}) for name, row in rows.items()}
-    gates = [found for name in rows if (found := _gate(name, list(runs[name].values()), confidence))]
+    gates = [found for name in rows if (found := _gate_row(name, list(runs[name].values()), confidence))]
     contrasts = []
     for (one, other), meaning in CONTRASTS.items():
         seeds = sorted(runs.get(one, {}).keys() & runs.get(other, {}).keys())
@@ -51,7 +53,7 @@ def _loss(run: RunData) -> float:
     return run.loss
 
 
-def _gate(name: str, runs: Sequence[RunData], confidence: float) -> dict[str, Any] | None:
+def _gate_row(name: str, runs: Sequence[RunData], confidence: float) -> dict[str, Any] | None:
     """|g| and ‖g⊙ũ‖/‖x‖ at the first and last look, the mean over gates, with an interval over seeds."""
     looks = [[row for row in run.metrics.get("probe", []) if row.get("slow_gate")] for run in runs]
     looks = [rows for rows in looks if rows]
@@ -64,7 +66,7 @@ def _gate(name: str, runs: Sequence[RunData], confidence: float) -> dict[str, An
             low, high, _ = t_interval(values, confidence)
             row[f"{measure}_{when}"] = {"mean": float(values.mean()), "low": low, "high": high}
     share = row["slow_share_last"]
-    row["open"] = (share["low"] if share["low"] is not None else share["mean"]) > OPEN
+    row["open"] = (share["low"] if share["low"] is not None else share["mean"]) > OPEN_GATE_THRESHOLD
     return row
 
 
@@ -72,8 +74,8 @@ def _gate_sentence(row: dict[str, Any]) -> str:
     gate, share = row["slow_gate_last"], row["slow_share_last"]
     state = "open" if row["open"] else "closed"
     return (
-        f"{row['variant']}: the gate ends {state}, |g| = {_interval(gate, '{:.4f}')}; "
-        f"what it lets through is {_interval(share, '{:.2%}')} of the stream"
+        f"{row['variant']}: the gate ends {state}, |g| = {_format_interval(gate, '{:.4f}')}; "
+        f"what it lets through is {_format_interval(share, '{:.2%}')} of the stream"
     )
 
 
@@ -84,13 +86,13 @@ def _contrast_sentence(row: dict[str, Any]) -> str:
     judged = ("pays" if d["mean"] < 0 else "hurts") if sure else "no evidence either way"
     return (
         f"{row['variant']} against {row['against']} ({row['meaning']}): perplexity "
-        f"{_interval(percent, '{:+.2f}%')}, {judged}"
+        f"{_format_interval(percent, '{:+.2f}%')}, {judged}"
     )
 
 
-def _interval(value: dict[str, Any], form: str) -> str:
+def _format_interval(value: dict[str, Any], fmt: str) -> str:
     """Per cent of perplexity have no mean or no end where that is more than a number can hold."""
     mean, low, high = (
-        "∞" if value[name] is None else form.format(value[name]) for name in ("mean", "low", "high")
+        "∞" if value[name] is None else fmt.format(value[name]) for name in ("mean", "low", "high")
     )
     return mean if value["low"] is None else f"{mean} [{low}, {high}]"

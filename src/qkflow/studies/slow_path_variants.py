@@ -19,108 +19,112 @@ from typing import Any
 
 import yaml
 
-from qkflow.config_io import read
+from qkflow.config_io import dataclass_from_dict
 from qkflow.errors import InputError, unknown
 from qkflow.models import ModelConfig, preset
 from qkflow.models.cost import flops_per_token
-from qkflow.models.slow_path.config import SlowConfig
+from qkflow.models.slow_path.config import SlowPathConfig
 from qkflow.models.slow_path.pooling import check_ratio
 
-NAMES = ("slow", "dense-matched")
-WARM = 0.1  # of a warm gate: at `tiny` the slow path then starts as 12% (gpt2) or 42% (fan_in) of the stream
-FREEZES = {"closed": ["slow", "gate"], "frozen": ["slow"], "warm-gate": []}
-MISMATCH = 0.005  # largest relative difference in FLOPs of `dense-matched`
+SLOW_PATH_VARIANTS = ("slow", "dense-matched")
+WARM_GATE_INIT = (
+    0.1  # of a warm gate: at `tiny` the slow path then starts as 12% (gpt2) or 42% (fan_in) of the stream
+)
+FROZEN_ROLES = {"closed": ["slow", "gate"], "frozen": ["slow"], "warm-gate": []}
+MAX_FLOPS_MISMATCH = 0.005  # largest relative difference in FLOPs of `dense-matched`
 
 
 @dataclass(frozen=True)
-class Changes:
+class ConfigOverrides:
     """What a variant changes: keys of the model's config, and of the training's (`freeze`: roles held)."""
 
     model: dict[str, Any]
     train: dict[str, Any] = field(default_factory=dict)
 
 
-def variant(name: str, base: ModelConfig | Mapping[str, Any], length: int) -> Changes:
+def slow_path_variant(name: str, base: ModelConfig | Mapping[str, Any], seq_len: int) -> ConfigOverrides:
     """What the variant `name` changes in a run of the model `base` on sequences of `length` tokens.
 
     `base` may be plain data, as the section `model` of a run's config: a preset and what differs from it.
     """
-    config = _config(base)
-    kind, mode, options = _parse(name)
-    slow = _slow_config(config, mode, options)
-    check_ratio(slow.ratio, length)
-    slow.injections(config.layers)  # refuses gates without a layer
+    config = _resolve_model_config(base)
+    kind, mode, options = _parse_slow_path_variant(name)
+    slow = _slow_path_config(config, mode, options)
+    check_ratio(slow.ratio, seq_len)
+    slow.injection_layers(config.n_layers)  # refuses gates without a layer
     if kind == "dense-matched":
-        return Changes(match_dense(config, slow, length))
-    freeze = FREEZES[mode] if mode else []
-    return Changes({"slow": dataclasses.asdict(slow)}, {"freeze": list(freeze)} if freeze else {})
+        return ConfigOverrides(match_dense(config, slow, seq_len))
+    freeze = FROZEN_ROLES[mode] if mode else []
+    return ConfigOverrides({"slow": dataclasses.asdict(slow)}, {"freeze": list(freeze)} if freeze else {})
 
 
-def match_dense(config: ModelConfig, slow: SlowConfig, length: int) -> dict[str, Any]:
+def match_dense(config: ModelConfig, slow: SlowPathConfig, seq_len: int) -> dict[str, Any]:
     """Layers and feed-forward size that spend the FLOPs of the slow path at token rate.
 
     Whole layers as long as they fit; the rest, less than a layer, widens the feed-forward of all of them.
     """
-    one = dataclasses.replace(config, slow=None, layers=1)  # enough to count on: layers cost the same
+    one = dataclasses.replace(config, slow=None, n_layers=1)  # enough to count on: layers cost the same
 
     def flops(**changes: Any) -> float:
-        return flops_per_token(dataclasses.replace(one, **changes), length)
+        return flops_per_token(dataclasses.replace(one, **changes), seq_len)
 
     first = flops()
-    layer = flops(layers=2) - first
-    unit = flops(hidden=one.hidden_size + 1) - first  # of one hidden unit in one layer
+    layer = flops(n_layers=2) - first
+    unit = flops(hidden_dim=one.resolved_hidden_dim + 1) - first  # of one hidden unit in one layer
     added = flops(slow=dataclasses.replace(slow, inject="once")) - first
-    total = first + (config.layers - 1) * layer + added
-    layers = config.layers + int(added // layer)
-    hidden = one.hidden_size + added % layer / (unit * layers)
+    total = first + (config.n_layers - 1) * layer + added
+    layers = config.n_layers + int(added // layer)
+    hidden = one.resolved_hidden_dim + added % layer / (unit * layers)
     for multiple in (64, 32, 16, 8, 4, 2, 1):  # sizes that hardware likes: the baseline is to be at its best
         rounded = multiple * round(hidden / multiple)
-        if abs(rounded - hidden) * unit * layers <= MISMATCH * total:
-            return {"slow": None, "layers": layers, "hidden": rounded}
+        if abs(rounded - hidden) * unit * layers <= MAX_FLOPS_MISMATCH * total:
+            return {"slow": None, "n_layers": layers, "hidden_dim": rounded}
     raise InputError(
-        f"no feed-forward of width {one.width} comes within {MISMATCH:.1%} of the slow path's compute: "
+        f"no feed-forward of width {one.dim} comes within {MAX_FLOPS_MISMATCH:.1%} of the slow path's compute: "
         "one hidden unit is already more; dense-matched needs a wider model"
     )
 
 
-def _config(base: ModelConfig | Mapping[str, Any]) -> ModelConfig:
+def _resolve_model_config(base: ModelConfig | Mapping[str, Any]) -> ModelConfig:
     if isinstance(base, ModelConfig):
         return base
     values = dict(base)
     return preset(values.pop("preset", "tiny"), **values)
 
 
-def _parse(name: str) -> tuple[str, str | None, dict[str, Any]]:
+def _parse_slow_path_variant(name: str) -> tuple[str, str | None, dict[str, Any]]:
     """`slow:warm-gate:ratio=4` as its kind, its mode and its options."""
     kind, *parts = name.split(":")
-    if kind not in NAMES:
-        raise unknown("timescale variant", kind, NAMES)
+    if kind not in SLOW_PATH_VARIANTS:
+        raise unknown("timescale variant", kind, SLOW_PATH_VARIANTS)
     modes, options = [], {}
     for part in parts:
         key, equals, value = part.partition("=")
         if equals and value:
             options["ratio" if key == "P" else key] = yaml.safe_load(value)
-        elif kind == "slow" and key in FREEZES:
+        elif kind == "slow" and key in FROZEN_ROLES:
             modes.append(key)
         else:
-            raise unknown(f"option of variant '{kind}'", part, [*(FREEZES if kind == "slow" else ()), "P=4"])
+            raise unknown(
+                f"option of variant '{kind}'", part, [*(FROZEN_ROLES if kind == "slow" else ()), "P=4"]
+            )
     if len(modes) > 1:
         raise InputError(f"variant '{name}' is two ablations ({', '.join(modes)}): give one")
     return kind, modes[0] if modes else None, options
 
 
-def _slow_config(config: ModelConfig, mode: str | None, options: dict[str, Any]) -> SlowConfig:
-    base = config.slow or SlowConfig(layers=max(1, config.layers // 2))
-    known = {item.name for item in dataclasses.fields(SlowConfig)} - {"attention"}
+def _slow_path_config(config: ModelConfig, mode: str | None, options: dict[str, Any]) -> SlowPathConfig:
+    base = config.slow or SlowPathConfig(n_layers=max(1, config.n_layers // 2))
+    known = {item.name for item in dataclasses.fields(SlowPathConfig)} - {"attention"}
     for key in options:
         if key not in known:
             raise unknown("option of the slow path", key, known)
     if mode == "closed":
-        if options.get("start"):
+        if options.get("gate_init"):
             raise InputError("slow:closed holds the gate at zero: leave out start")
-        options = {**options, "start": 0.0}
+        options = {**options, "gate_init": 0.0}
     if mode == "warm-gate":
-        options = {"start": WARM, **options}
+        options = {"gate_init": WARM_GATE_INIT, **options}
     if isinstance(options.get("inject"), int):  # one layer's number
         options = {**options, "inject": [options["inject"]]}
-    return read(SlowConfig, {**dataclasses.asdict(base), **options}, "slow")
+    return dataclass_from_dict(SlowPathConfig, {**dataclasses.asdict(base), **options}, "slow")

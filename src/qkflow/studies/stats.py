@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.measures.language import LARGEST_EXPONENT
+from qkflow.measures.language import MAX_EXPONENT
 
-SMALLEST_SAMPLE = 3  # two pairs give an interval with one degree of freedom: a verdict needs more
-RESAMPLES = 9999
-ROUNDING = 1e-12  # losses of order one that differ by less than this are the same loss
+MIN_SEEDS_FOR_VERDICT = 3  # two pairs give an interval with one degree of freedom: a verdict needs more
+N_RESAMPLES = 9999
+LOSS_ATOL = 1e-12  # losses of order one that differ by less than this are the same loss
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """The mean of paired differences with its intervals; negative = the variant's loss is lower."""
 
     mean: float
@@ -37,25 +37,25 @@ class Difference:
     pairs: int
 
     def to_dict(self) -> dict[str, Any]:
-        percent = {name: percent_perplexity(getattr(self, name)) for name in ("mean", "low", "high")}
+        percent = {name: perplexity_percent_change(getattr(self, name)) for name in ("mean", "low", "high")}
         return {**asdict(self), "percent": percent}
 
 
-def percent_perplexity(difference: float | None) -> float | None:
+def perplexity_percent_change(difference: float | None) -> float | None:
     """100·(exp(d) − 1); None where that is larger than any number, as after a run that went wrong."""
-    return None if difference is None or difference > LARGEST_EXPONENT else 100 * math.expm1(difference)
+    return None if difference is None or difference > MAX_EXPONENT else 100 * math.expm1(difference)
 
 
 def paired_difference(
     variant: Sequence[float], reference: Sequence[float], confidence: float = 0.95, seed: int = 0
-) -> Difference:
+) -> PairedDifference:
     """Judge losses of a variant against those of the reference, paired by position."""
     if len(variant) != len(reference) or not variant:
         raise ValueError(f"pairs expected, got {len(variant)} and {len(reference)} values")
     d = np.asarray(variant, dtype=float) - np.asarray(reference, dtype=float)
     low, high, p = t_interval(d, confidence)
     bootstrap_low, bootstrap_high = bootstrap_interval(d, confidence, seed)
-    return Difference(float(d.mean()), low, high, bootstrap_low, bootstrap_high, p, len(d))
+    return PairedDifference(float(d.mean()), low, high, bootstrap_low, bootstrap_high, p, len(d))
 
 
 def t_interval(d: np.ndarray, confidence: float) -> tuple[float | None, float | None, float | None]:
@@ -64,26 +64,26 @@ def t_interval(d: np.ndarray, confidence: float) -> tuple[float | None, float | 
 
     if len(d) < 2:
         return None, None, None
-    if _identical(d):  # the test statistic would be 0/0 or infinite
-        return float(d[0]), float(d[0]), 1.0 if abs(d[0]) < ROUNDING else 0.0
+    if _all_equal(d):  # the test statistic would be 0/0 or infinite
+        return float(d[0]), float(d[0]), 1.0 if abs(d[0]) < LOSS_ATOL else 0.0
     test = stats.ttest_1samp(d, 0.0)
     interval = test.confidence_interval(confidence)
     return float(interval.low), float(interval.high), float(test.pvalue)
 
 
-def _identical(d: np.ndarray) -> bool:
-    return bool(np.ptp(d) < ROUNDING)
+def _all_equal(d: np.ndarray) -> bool:
+    return bool(np.ptp(d) < LOSS_ATOL)
 
 
 def bootstrap_interval(
-    d: np.ndarray, confidence: float, seed: int, resamples: int = RESAMPLES
+    d: np.ndarray, confidence: float, seed: int, n_resamples: int = N_RESAMPLES
 ) -> tuple[float | None, float | None]:
     """BCa bootstrap interval of the mean; the percentile one where BCa is not defined."""
     from scipy import stats
 
     if len(d) < 2:
         return None, None
-    if _identical(d):
+    if _all_equal(d):
         return float(d[0]), float(d[0])
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
@@ -91,7 +91,7 @@ def bootstrap_interval(
             interval = stats.bootstrap(
                 (d,),
                 np.mean,
-                n_resamples=resamples,
+                n_resamples=n_resamples,
                 confidence_level=confidence,
                 method=method,
                 rng=np.random.default_rng(seed),
@@ -101,7 +101,7 @@ def bootstrap_interval(
     return None, None
 
 
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
+def holm_correction(p_values: Sequence[float | None]) -> list[float | None]:
     """Holm's step-down correction (Holm 1979): adjusted p-values, in the order given; None stays None."""
     order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
@@ -128,7 +128,7 @@ def variance_ratio(
     return {"ratio": ratio, "low": ratio / float(f.ppf(1 - tail)), "high": ratio / float(f.ppf(tail))}
 
 
-def first_reach(x: Sequence[float], loss: Sequence[float], target: float) -> float | None:
+def first_crossing(x: Sequence[float], loss: Sequence[float], target: float) -> float | None:
     """Where a loss curve first comes down to `target`, interpolated linearly; None if it never does."""
     for i, value in enumerate(loss):
         if value <= target:

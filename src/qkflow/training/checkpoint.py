@@ -29,18 +29,18 @@ from torch import Tensor
 
 from qkflow import files
 from qkflow.errors import InputError
-from qkflow.training.distributed import Team
+from qkflow.training.distributed import DistContext
 from qkflow.training.tensor_file import write_tensors
 
-FORMAT = 1
-RECORD = "checkpoint.json"
-STATE = "state.safetensors"
-SPARE = 64 << 20  # bytes to leave free on the disk: metrics and result still have to be written
+CHECKPOINT_FORMAT = 1
+MANIFEST_FILE = "checkpoint.json"
+STATE_FILE = "state.safetensors"
+RESERVED_DISK_BYTES = 64 << 20  # bytes to leave free on the disk: metrics and result still have to be written
 
-Note = Callable[[str], None]
+MessageHandler = Callable[[str], None]
 
 
-class DamagedError(Exception):
+class CorruptCheckpointError(Exception):
     """A checkpoint that is not what its record says; the message names the file."""
 
 
@@ -51,19 +51,26 @@ class DiskFullError(OSError):
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    record: dict[str, Any]
+    manifest: dict[str, Any]
 
     @property
     def step(self) -> int:
-        return int(self.record["step"])
+        return int(self.manifest["step"])
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run, whose config has the given fingerprint."""
 
-    def __init__(self, folder: Path, fingerprint: str, keep: int, team: Team, note: Note) -> None:
-        self.folder, self.fingerprint, self.keep = folder, fingerprint, keep
-        self.team, self.note = team, note
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        keep_latest_k: int,
+        dist_context: DistContext,
+        on_message: MessageHandler,
+    ) -> None:
+        self.folder, self.fingerprint, self.keep_latest_k = folder, fingerprint, keep_latest_k
+        self.dist_context, self.on_message = dist_context, on_message
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that can be trusted; damaged ones are named and passed over.
@@ -71,122 +78,128 @@ class Checkpoints:
         One that was made with another config is refused.
         """
         found = None
-        if self.team.leads:
-            self._tidy()
-            for path in reversed(self._paths()):
+        if self.dist_context.is_main:
+            self._remove_partial_checkpoints()
+            for path in reversed(self._list_checkpoints()):
                 try:
-                    found = verify(path)
+                    found = verify_checkpoint(path)
                     break
-                except DamagedError as damaged:
-                    self.note(f"{damaged}; going back to the checkpoint before it")
-        found = self.team.share(found)
-        if found is not None and found.record["fingerprint"] != self.fingerprint:
+                except CorruptCheckpointError as damaged:
+                    self.on_message(f"{damaged}; going back to the checkpoint before it")
+        found = self.dist_context.broadcast(found)
+        if found is not None and found.manifest["fingerprint"] != self.fingerprint:
             raise InputError(
                 f"{found.path} was made with another config, or from other data, than the one in "
                 f"{self.folder.parent}: put the config back, or train in a new folder"
             )
         return found
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    def save(self, step: int, state_dict: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a checkpoint, then let go of the oldest. Raises DiskFullError with everything as it was."""
         final = self.folder / f"step-{step:08d}"
         staging = final.with_name(f".{final.name}.part")
-        self._together(lambda: self._begin(staging, tensors), everybody=False)
+        self._run_or_fail_together(lambda: self._create_staging_dir(staging, state_dict), all_ranks=False)
         try:
-            self._together(lambda: _write(staging, tensors, self.team))
-            self._together(lambda: self._finish(staging, final, {**record, "step": step}), everybody=False)
+            self._run_or_fail_together(lambda: _write_state(staging, state_dict, self.dist_context))
+            self._run_or_fail_together(
+                lambda: self._commit(staging, final, {**metadata, "step": step}), all_ranks=False
+            )
         except DiskFullError:
-            if self.team.leads:
+            if self.dist_context.is_main:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
-    def _together(self, act: Callable[[], None], *, everybody: bool = True) -> None:
+    def _run_or_fail_together(self, fn: Callable[[], None], *, all_ranks: bool = True) -> None:
         """Act in every process, or in the leading one; if one fails, all do."""
         problem = None
         try:
-            if everybody or self.team.leads:
-                act()
+            if all_ranks or self.dist_context.is_main:
+                fn()
         except OSError as error:
             problem = error
-        if any(self.team.agree(problem is not None)):
+        if any(self.dist_context.any_rank(problem is not None)):
             raise DiskFullError(str(problem or "another process could not write its part")) from problem
 
-    def _begin(self, staging: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.make_room(tensors)
+    def _create_staging_dir(self, staging: Path, state_dict: Mapping[str, Tensor]) -> None:
+        self.ensure_disk_space(state_dict)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
-    def _finish(self, staging: Path, final: Path, record: Mapping[str, Any]) -> None:
+    def _commit(self, staging: Path, final: Path, metadata: Mapping[str, Any]) -> None:
         content = {}
         for path in sorted(staging.iterdir()):
-            content[path.name] = {"bytes": path.stat().st_size, "sha256": checksum(path, durable=True)}
-        sealed = {"format": FORMAT, "fingerprint": self.fingerprint, **record, "files": content}
-        files.write_json(staging / RECORD, {**sealed, "seal": _seal(sealed)})
+            content[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path, fsync=True)}
+        sealed = {"format": CHECKPOINT_FORMAT, "fingerprint": self.fingerprint, **metadata, "files": content}
+        files.write_json(staging / MANIFEST_FILE, {**sealed, "seal": _manifest_checksum(sealed)})
         shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
         os.replace(staging, final)
         files.fsync_folder(self.folder)
-        for path in self._paths()[: -self.keep]:
-            remove(path)
+        for path in self._list_checkpoints()[: -self.keep_latest_k]:
+            remove_checkpoint(path)
 
-    def _paths(self) -> list[Path]:
+    def _list_checkpoints(self) -> list[Path]:
         """Checkpoints from the oldest to the newest."""
         if not self.folder.is_dir():
             return []
         return sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name))
 
-    def _tidy(self) -> None:
+    def _remove_partial_checkpoints(self) -> None:
         """Remove what a killed process left half-written."""
         for path in self.folder.glob(".step-*.part"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def make_room(self, tensors: Mapping[str, Tensor]) -> None:
+    def ensure_disk_space(self, state_dict: Mapping[str, Tensor]) -> None:
         """Make sure that a checkpoint fits, giving up older ones but never the newest."""
-        size = SPARE + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        size = RESERVED_DISK_BYTES + sum(
+            tensor.numel() * tensor.element_size() for tensor in state_dict.values()
+        )
         self.folder.mkdir(parents=True, exist_ok=True)
-        older = self._paths()[:-1]
+        older = self._list_checkpoints()[:-1]
         while (free := shutil.disk_usage(self.folder).free) < size:
             if not older:
                 raise DiskFullError(
                     f"the disk is full: a checkpoint needs {size / 1e6:.0f} MB in {self.folder}, and "
                     f"{free / 1e6:.0f} MB are free"
                 )
-            self.note(f"the disk is nearly full: removing the older checkpoint {older[0].name}")
-            remove(older.pop(0))
+            self.on_message(f"the disk is nearly full: removing the older checkpoint {older[0].name}")
+            remove_checkpoint(older.pop(0))
 
 
-def verify(path: Path) -> Checkpoint:
+def verify_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every byte of it checked."""
     try:
-        record = json.loads((path / RECORD).read_bytes())
+        record = json.loads((path / MANIFEST_FILE).read_bytes())
         seal = record.pop("seal")
     except (OSError, ValueError, KeyError, AttributeError):
-        raise DamagedError(f"{path / RECORD} is missing or damaged") from None
-    if seal != _seal(record) or record["format"] != FORMAT:
-        raise DamagedError(f"{path / RECORD} is damaged")
+        raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is missing or damaged") from None
+    if seal != _manifest_checksum(record) or record["format"] != CHECKPOINT_FORMAT:
+        raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is damaged")
     for name, entry in record["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise DamagedError(f"{file} is missing or of the wrong size")
-        if checksum(file) != entry["sha256"]:
-            raise DamagedError(f"{file} is damaged: its content does not have the recorded checksum")
+            raise CorruptCheckpointError(f"{file} is missing or of the wrong size")
+        if file_sha256(file) != entry["sha256"]:
+            raise CorruptCheckpointError(
+                f"{file} is damaged: its content does not have the recorded checksum"
+            )
     return Checkpoint(path, record)
 
 
-def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+def load_checkpoint(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) -> None:
     """Copy a checkpoint's values into `tensors`, which may be sharded otherwise than when it was made."""
-    single = checkpoint.path / STATE
-    if single.is_file() and not any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-        _read(single, tensors)
+    single = checkpoint.path / STATE_FILE
+    if single.is_file() and not any(hasattr(tensor, "full_tensor") for tensor in state_dict.values()):
+        _read_state(single, state_dict)
         return
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint import load as distributed_load
 
     alone = not torch.distributed.is_initialized()
     reader = HuggingFaceStorageReader(str(checkpoint.path))
-    distributed_load(dict(_without_scalars(tensors)), storage_reader=reader, no_dist=alone)
+    distributed_load(dict(_scalars_as_1d(state_dict)), storage_reader=reader, no_dist=alone)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint so that no half of it is ever taken for a whole."""
     hidden = path.with_name(f".{path.name}.part")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -194,41 +207,41 @@ def remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def checksum(path: Path, *, durable: bool = False) -> str:
+def file_sha256(path: Path, *, fsync: bool = False) -> str:
     with open(path, "rb") as file:
-        if durable:
+        if fsync:
             os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _seal(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor], team: Team) -> None:
-    if team.sharded:
+def _write_state(folder: Path, state_dict: Mapping[str, Tensor], dist_context: DistContext) -> None:
+    if dist_context.is_sharded:
         from torch.distributed.checkpoint import HuggingFaceStorageWriter
         from torch.distributed.checkpoint import save as distributed_save
 
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        distributed_save(dict(_without_scalars(tensors)), storage_writer=writer)
-    elif team.leads:
-        write_tensors(folder / STATE, _without_scalars(tensors))
+        distributed_save(dict(_scalars_as_1d(state_dict)), storage_writer=writer)
+    elif dist_context.is_main:
+        write_tensors(folder / STATE_FILE, _scalars_as_1d(state_dict))
 
 
 @torch.no_grad()
-def _read(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _read_state(path: Path, state_dict: Mapping[str, Tensor]) -> None:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
         stored = set(file.keys())
-        for name, tensor in _without_scalars(tensors).items():
+        for name, tensor in _scalars_as_1d(state_dict).items():
             if name not in stored:
-                raise DamagedError(f"{path} does not hold '{name}'")
+                raise CorruptCheckpointError(f"{path} does not hold '{name}'")
             # copied, not mapped: the kernels' sums depend on how a tensor lies in memory
             tensor.copy_(file.get_tensor(name))
 
 
-def _without_scalars(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _scalars_as_1d(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Scalars as views of one element: shards are described by offsets, of which a scalar has none."""
-    return {name: tensor.view(1) if tensor.dim() == 0 else tensor for name, tensor in tensors.items()}
+    return {name: tensor.view(1) if tensor.dim() == 0 else tensor for name, tensor in state_dict.items()}

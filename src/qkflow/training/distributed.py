@@ -15,30 +15,30 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import InputError
-from qkflow.training.config import Parallel
+from qkflow.training.config import ParallelMode
 
 
 @dataclass(frozen=True)
-class Team:
+class DistContext:
     """One process's view of all of them. Alone, nothing here does anything."""
 
     device: torch.device
-    kind: Parallel = "none"
+    mode: ParallelMode = "none"
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes and speaks for all."""
         return self.rank == 0
 
     @property
-    def sharded(self) -> bool:
-        return self.kind == "fsdp"
+    def is_sharded(self) -> bool:
+        return self.mode == "fsdp"
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as the team trains it; its parameters keep their names in `model` itself."""
-        if self.kind == "ddp":
+        if self.mode == "ddp":
             from torch.nn.parallel import DistributedDataParallel
 
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -46,57 +46,58 @@ class Team:
 
     def shard(self, model: nn.Module, blocks: Iterator[nn.Module]) -> None:
         """Give each process its part of every parameter, in place: one unit a block and one for the rest."""
-        if not self.sharded:
+        if not self.is_sharded:
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
     @contextmanager
-    def syncing(self, model: nn.Module, last: bool) -> Iterator[None]:
+    def gradient_sync(self, model: nn.Module, is_last_microbatch: bool) -> Iterator[None]:
         """Exchange gradients only in the last part of an accumulated batch."""
-        if self.kind == "ddp" and not last:
+        if self.mode == "ddp" and not is_last_microbatch:
             assert isinstance(model, nn.parallel.DistributedDataParallel)
             with model.no_sync():
                 yield
             return
-        if self.sharded:
-            model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        if self.is_sharded:
+            model.set_requires_gradient_sync(is_last_microbatch)  # type: ignore[operator]
         yield
 
-    def sum(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """The sum over all processes."""
-        if self.world > 1:
+        if self.world_size > 1:
             torch.distributed.all_reduce(values)
         return values
 
-    def agree(self, *flags: bool) -> tuple[bool, ...]:
+    def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         """For each flag whether any process raises it: all then do the same at the same step."""
-        if self.world == 1:
+        if self.world_size == 1:
             return flags
         return tuple(
-            bool(count) for count in self.sum(torch.tensor(flags, dtype=torch.int32, device=self.device))
+            bool(count)
+            for count in self.all_reduce_sum(torch.tensor(flags, dtype=torch.int32, device=self.device))
         )
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The leader's value, everywhere."""
-        if self.world == 1:
+        if self.world_size == 1:
             return value
         box = [value]
         torch.distributed.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def wait(self) -> None:
-        if self.world > 1:
+    def barrier(self) -> None:
+        if self.world_size > 1:
             torch.distributed.barrier()
 
 
 @contextmanager
-def join(parallel: Parallel | None, device: str) -> Iterator[Team]:
+def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[DistContext]:
     """The team that torchrun's environment describes, for as long as the block lasts."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -104,25 +105,25 @@ def join(parallel: Parallel | None, device: str) -> Iterator[Team]:
             raise InputError(
                 f"'{parallel}' needs several processes: start it with torchrun --nproc-per-node 2 -m qkflow …"
             )
-        yield Team(find_device(device))
+        yield DistContext(resolve_device(device))
         return
     if parallel == "none":
         raise InputError(f"torchrun started {world} processes, but the run is set to parallel: none")
     import torch.distributed as dist
 
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    found = find_device(device)
+    found = resolve_device(device)
     if found.type == "cuda":
         found = torch.device("cuda", local)
         torch.cuda.set_device(found)
     dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
     try:
-        yield Team(found, parallel or "ddp", dist.get_rank(), world)
+        yield DistContext(found, parallel or "ddp", dist.get_rank(), world)
     finally:
         dist.destroy_process_group()
 
 
-def find_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """`auto` takes what is fastest here; anything else must exist."""
     available = {
         "cuda": torch.cuda.is_available(),

@@ -13,19 +13,19 @@ import torch
 import qkflow
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def collect_env(device: torch.device) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "qkflow": qkflow.__version__,
-        "commit": commit(),
+        "commit": git_commit(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "machine": _processor(),
+        "machine": _cpu_name(),
     }
 
 
-def commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of qkflow's own source, `-dirty` if it was changed since; None for an installed package."""
     folder = Path(qkflow.__file__).parent
     try:
@@ -43,7 +43,7 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

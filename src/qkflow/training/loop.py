@@ -26,20 +26,31 @@ from torch import Tensor
 from qkflow import files
 from qkflow.data import TokenSet, TrainWindows, prepare
 from qkflow.errors import InputError
-from qkflow.measures.circuits import CircuitWatch, circuit_measures
-from qkflow.measures.language import Score, score
+from qkflow.measures.circuits import CircuitTracker, circuit_metrics
+from qkflow.measures.language import EvalResult, evaluate_loss
 from qkflow.models import Decoder
 from qkflow.models.cost import flops_per_token, parameters_by_role
 from qkflow.training import environment, pretrained
-from qkflow.training.checkpoint import Checkpoint, Checkpoints, DamagedError, DiskFullError, load
+from qkflow.training.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    CorruptCheckpointError,
+    DiskFullError,
+    load_checkpoint,
+)
 from qkflow.training.config import RunConfig
-from qkflow.training.distributed import Team, join
-from qkflow.training.metrics_log import Metrics, check_writers
-from qkflow.training.run_dir import alone_in, stop_signals
-from qkflow.training.schedule import Budget, learning_rate, passes
+from qkflow.training.distributed import DistContext, init_distributed
+from qkflow.training.metrics_log import MetricsLog, check_writers
+from qkflow.training.run_dir import lock_run_dir, stop_signals
+from qkflow.training.schedule import Budget, crosses_milestone, learning_rate
 from qkflow.training.step import NonFiniteError, Stepper
 
-CONFIG, RESULT, CHECKPOINTS, MODEL = "config.yaml", "result.json", "checkpoints", "model"
+RUN_CONFIG_FILE, RESULT_FILE, CHECKPOINTS_DIR, MODEL_DIR = (
+    "config.yaml",
+    "result.json",
+    "checkpoints",
+    "model",
+)
 PROBE_WINDOWS, PROBE_TOKENS = 2, 128
 
 
@@ -47,17 +58,21 @@ class StoppedError(Exception):
     """The run was asked to stop, and has saved its state."""
 
 
-class Listener:
+class Callback:
     """Hears what happens in a run; silent unless overridden."""
 
-    def begin(self, run: Run) -> None: ...
-    def stepped(self, run: Run, loss: Tensor) -> None: ...
-    def row(self, row: dict[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
+    def on_start(self, trainer: Trainer) -> None: ...
+    def on_step(self, trainer: Trainer, loss: Tensor) -> None: ...
+    def on_metrics(self, row: dict[str, Any]) -> None: ...
+    def on_message(self, message: str) -> None: ...
 
 
 def train(
-    folder: Path, config: RunConfig, listener: Listener | None = None, *, record: RunConfig | None = None
+    folder: Path,
+    config: RunConfig,
+    callback: Callback | None = None,
+    *,
+    config_to_save: RunConfig | None = None,
 ) -> dict[str, Any]:
     """Train what `config` says in `folder`, going on from its last checkpoint; the content of result.json.
 
@@ -65,23 +80,23 @@ def train(
     leaves nothing behind.
     Raises StoppedError when stopped by a signal, and NonFiniteError when the loss is no longer a number.
     """
-    listener = listener or Listener()
-    with join(config.train.parallel, config.train.device) as team:
-        data = _prepare(config, team)  # a signal ends this at once: there is no state to save yet
+    callback = callback or Callback()
+    with init_distributed(config.train.parallel, config.train.device) as team:
+        data = _prepare_data(config, team)  # a signal ends this at once: there is no state to save yet
         with stop_signals() as stop:
-            run = Run(folder, config, data, team, listener, stop)
-            with alone_in(folder, team):
-                if record is not None and team.leads:
-                    files.write_atomic(folder / CONFIG, record.to_yaml())
-                return run.go()
+            run = Trainer(folder, config, data, team, callback, stop)
+            with lock_run_dir(folder, team):
+                if config_to_save is not None and team.is_main:
+                    files.write_atomic(folder / RUN_CONFIG_FILE, config_to_save.to_yaml())
+                return run.train()
 
 
-def _prepare(config: RunConfig, team: Team) -> TokenSet:
+def _prepare_data(config: RunConfig, dist_context: DistContext) -> TokenSet:
     """The tokens; one process makes them where they are not there yet, the others find them made."""
     wanted = config.data
-    if team.leads:
+    if dist_context.is_main:
         prepare(wanted.corpus, wanted.tokenizer)
-    team.wait()
+    dist_context.barrier()
     data = prepare(wanted.corpus, wanted.tokenizer, show_progress=False)
     if wanted.fingerprint is not None and wanted.fingerprint != data.fingerprint:
         raise InputError(
@@ -91,7 +106,7 @@ def _prepare(config: RunConfig, team: Team) -> TokenSet:
     return data
 
 
-class Run:
+class Trainer:
     """A run at work. `step` counts finished steps; `seconds` training time, earlier lives included.
 
     Making one refuses what cannot be run, and writes nothing.
@@ -102,66 +117,77 @@ class Run:
         folder: Path,
         config: RunConfig,
         data: TokenSet,
-        team: Team,
-        listener: Listener,
-        stop: threading.Event,
+        dist_context: DistContext,
+        callback: Callback,
+        stop_event: threading.Event,
     ) -> None:
-        self.folder, self.config, self.data, self.team = folder, config, data, team
-        self.listener, self.stop = listener, stop
-        train, length = config.train, config.data.length
+        self.folder, self.config, self.data, self.dist_context = folder, config, data, dist_context
+        self.callback, self.stop_event = callback, stop_event
+        train, length = config.train, config.data.seq_len
         check_writers(train.writers)
         self.model_config = config.model_config(data.vocab_size)
         self.windows = TrainWindows(
-            data.tokens("train"), length, train.batch, train.seed, rank=team.rank, world=team.world
+            data.tokens("train"),
+            length,
+            train.batch_size,
+            train.seed,
+            rank=dist_context.rank,
+            world_size=dist_context.world_size,
         )
-        if train.batch % (train.accumulate * team.world):
+        if train.batch_size % (train.accumulate * dist_context.world_size):
             raise InputError(
-                f"a batch of {train.batch} windows cannot be cut into {train.accumulate} parts for each of "
-                f"{team.world} processes"
+                f"a batch of {train.batch_size} windows cannot be cut into {train.accumulate} parts for each of "
+                f"{dist_context.world_size} processes"
             )
-        self.held_out = data.evaluation("validation", length, train.batch, train.eval_tokens)
-        self.budget = Budget.of(train, length)
-        decoder = Decoder(self.model_config, seed=train.seed).to(team.device)
+        self.eval_windows = data.eval_windows("validation", length, train.batch_size, train.eval_tokens)
+        self.budget = Budget.from_config(train, length)
+        decoder = Decoder(self.model_config, seed=train.seed).to(dist_context.device)
         self.flops_per_token = flops_per_token(decoder, length)
         self.parameters_by_role = parameters_by_role(decoder)
-        self.watch = CircuitWatch(decoder)
-        self.stepper = Stepper(decoder, train, self.windows, team)
-        self.checkpoints = Checkpoints(
-            folder / CHECKPOINTS, config.fingerprint(data.fingerprint), train.keep, team, self.note
+        self.circuit_tracker = CircuitTracker(decoder)
+        self.stepper = Stepper(decoder, train, self.windows, dist_context)
+        self.checkpoints = CheckpointManager(
+            folder / CHECKPOINTS_DIR,
+            config.fingerprint(data.fingerprint),
+            train.keep_latest_k,
+            dist_context,
+            self.notify,
         )
-        self.step = self._first = 0  # of this process
-        self.seconds = 0.0
-        self.durations: list[float] = []  # of steps
-        self.last_score: Score | None = None
-        self.unlogged: list[
+        self.step = self._first_step = 0  # of this process
+        self.train_seconds = 0.0
+        self.step_durations: list[float] = []  # of steps
+        self.last_eval: EvalResult | None = None
+        self.pending_log: list[
             tuple[float, Tensor, Tensor]
         ] = []  # learning rate, loss, norm of steps not yet logged
 
     @property
     def tokens(self) -> int:
-        return self.step * self.config.train.batch * self.config.data.length
+        return self.step * self.config.train.batch_size * self.config.data.seq_len
 
     @property
     def progress(self) -> float:
-        return self.budget.progress(self.step, self.seconds)
+        return self.budget.progress(self.step, self.train_seconds)
 
-    def note(self, text: str) -> None:
-        if self.team.leads:
-            self.listener.note(text)
+    def notify(self, message: str) -> None:
+        if self.dist_context.is_main:
+            self.callback.on_message(message)
 
-    def go(self) -> dict[str, Any]:
-        self._restore()
+    def train(self) -> dict[str, Any]:
+        self._load_checkpoint()
         settings = self.config.to_dict()
         self.metrics = (
-            Metrics(self.folder, self.step, self.config.train.writers, settings) if self.team.leads else None
+            MetricsLog(self.folder, self.step, self.config.train.writers, settings)
+            if self.dist_context.is_main
+            else None
         )
-        self.listener.begin(self)
+        self.callback.on_start(self)
         try:
             self._loop()
             return self._finish()
         except NonFiniteError:
-            if self.stepper.looks:  # then nothing bad has reached the weights
-                self._save()
+            if self.stepper.check_before_update:  # then nothing bad has reached the weights
+                self._save_checkpoint()
             raise
         finally:
             if self.metrics is not None:
@@ -172,16 +198,18 @@ class Run:
         resumed = time.perf_counter()
         while self.progress < 1:
             before = self.progress
-            lr = learning_rate(self.config.train, self.budget, self.step, self.seconds)
+            lr = learning_rate(self.config.train, self.budget, self.step, self.train_seconds)
             loss, norm = self.stepper.step(self.step, lr, before)
             self.step += 1
-            self.unlogged.append((lr, loss, norm))
-            self.listener.stepped(self, loss)
-            log, evaluate, probe, save = self._due(before, saved)
-            if not self.stepper.looks and not (log or evaluate or probe or self._alone_wants(save)):
+            self.pending_log.append((lr, loss, norm))
+            self.callback.on_step(self, loss)
+            log, evaluate, probe, save = self._due_actions(before, saved)
+            if not self.stepper.check_before_update and not (
+                log or evaluate or probe or self._local_save_or_stop(save)
+            ):
                 continue  # let the device work ahead: its clock is read when there is something to say
-            resumed = self._lap(resumed)
-            stop, save = self.team.agree(self.stop.is_set(), save)
+            resumed = self._record_time(resumed)
+            stop, save = self.dist_context.any_rank(self.stop_event.is_set(), save)
             if log or evaluate or save or stop:
                 self._log()
             if evaluate:
@@ -189,26 +217,28 @@ class Run:
             if probe:
                 self._probe()
             if stop or (save and self.progress < 1):
-                self._save()
+                self._save_checkpoint()
                 saved = time.monotonic()
             if stop and self.progress < 1:
                 raise StoppedError(f"stopped at step {self.step}, and its state is saved")
             if evaluate or probe or save:
                 resumed = time.perf_counter()
 
-    def _alone_wants(self, save: bool) -> bool:
+    def _local_save_or_stop(self, save: bool) -> bool:
         """Reasons to pause that other processes, if there are any, may not have at the same step."""
         by_step = self.config.train.save_every is not None
-        return (save and by_step) or (self.team.world == 1 and (save or self.stop.is_set()))
+        return (save and by_step) or (
+            self.dist_context.world_size == 1 and (save or self.stop_event.is_set())
+        )
 
-    def _due(self, before: float, saved: float) -> tuple[bool, bool, bool, bool]:
+    def _due_actions(self, progress_before: float, last_save_time: float) -> tuple[bool, bool, bool, bool]:
         """What is to be done after this step: log, evaluate, probe, save."""
         train, last = self.config.train, self.progress >= 1
         every = train.log_every or max(1, (self.budget.steps or 1000) // 200)
         if train.eval_every:
             evaluate = last or self.step % train.eval_every == 0
         else:
-            evaluate = passes(before, self.progress, train.evaluations)
+            evaluate = crosses_milestone(progress_before, self.progress, train.evaluations)
         probe = (
             evaluate
             if train.probe_every is None
@@ -217,159 +247,178 @@ class Run:
         if train.save_every:
             save = self.step % train.save_every == 0
         else:
-            save = self.team.leads and time.monotonic() - saved > 60 * train.save_minutes
+            save = self.dist_context.is_main and time.monotonic() - last_save_time > 60 * train.save_minutes
         return last or self.step % every == 0, evaluate, probe, save
 
-    def _lap(self, resumed: float) -> float:
+    def _record_time(self, start_time: float) -> float:
         """Add the time since `resumed`, spent on the steps not yet on the clock."""
-        if self.team.device.type != "cpu":
-            torch.get_device_module(self.team.device).synchronize()
+        if self.dist_context.device.type != "cpu":
+            torch.get_device_module(self.dist_context.device).synchronize()
         now = time.perf_counter()
-        steps = max(1, self.step - len(self.durations) - self._first)
-        self.durations += [(now - resumed) / steps] * steps
-        self.seconds += now - resumed
+        steps = max(1, self.step - len(self.step_durations) - self._first_step)
+        self.step_durations += [(now - start_time) / steps] * steps
+        self.train_seconds += now - start_time
         if self.budget.seconds is not None:
-            self.seconds = self.team.share(self.seconds)  # all must stop at the same step
+            self.train_seconds = self.dist_context.broadcast(
+                self.train_seconds
+            )  # all must stop at the same step
         return now
 
     def _log(self) -> None:
-        if not self.unlogged:
+        if not self.pending_log:
             return
-        first = self.step - len(self.unlogged)
-        losses, norms = ([float(x) for x in column] for column in list(zip(*self.unlogged, strict=True))[1:])
+        first = self.step - len(self.pending_log)
+        losses, norms = (
+            [float(x) for x in column] for column in list(zip(*self.pending_log, strict=True))[1:]
+        )
         for number, ((lr, _, _), loss, norm) in enumerate(
-            zip(self.unlogged, losses, norms, strict=True), first
+            zip(self.pending_log, losses, norms, strict=True), first
         ):
-            self.stepper.check(number, lr, loss, norm)
-        recent = self.durations[-len(self.unlogged) :]
-        self._write(
+            self.stepper.check_finite(number, lr, loss, norm)
+        recent = self.step_durations[-len(self.pending_log) :]
+        self._write_metrics(
             "train",
             loss=statistics.fmean(losses),
-            lr=self.unlogged[-1][0],
+            lr=self.pending_log[-1][0],
             grad_norm=statistics.fmean(norms),
             tokens_per_second=self.tokens / self.step * len(recent) / max(sum(recent), 1e-9),
         )
-        self.unlogged = []
+        self.pending_log = []
 
     def _evaluate(self) -> None:
         train = self.config.train
-        loss_sum = self.stepper.evaluate()
-        self.last_score = score(
-            self.stepper.decoder, self.held_out, precision=train.precision, loss_sum=loss_sum
+        loss_sum = self.stepper.eval_loss_fn()
+        self.last_eval = evaluate_loss(
+            self.stepper.decoder, self.eval_windows, precision=train.precision, loss_sum=loss_sum
         )
-        self._write("eval", flops=self.tokens * self.flops_per_token, **self.last_score.to_dict())
+        self._write_metrics("eval", flops=self.tokens * self.flops_per_token, **self.last_eval.to_dict())
 
     def _probe(self) -> None:
         """Where attention goes, on a few windows that never change; how large its circuits are and how fast
         they move."""
-        if self.team.sharded or not self.team.leads:  # a shard alone cannot run a layer
+        if self.dist_context.is_sharded or not self.dist_context.is_main:  # a shard alone cannot run a layer
             return
-        from qkflow.measures.attention import probe, summary
-        from qkflow.measures.slow_path import slow_measures
+        from qkflow.measures.attention import probe_attention, summarize_probe
+        from qkflow.measures.slow_path import slow_path_metrics
 
-        inputs, _ = next(iter(self.held_out))
-        ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.team.device)
+        inputs, _ = next(iter(self.eval_windows))
+        ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.dist_context.device)
         decoder = self.stepper.decoder
-        found = {**summary(probe(decoder, ids)), **circuit_measures(decoder), **self.watch.look(decoder)}
-        self._write("probe", **found, **slow_measures(decoder, ids))
+        found = {
+            **summarize_probe(probe_attention(decoder, ids)),
+            **circuit_metrics(decoder),
+            **self.circuit_tracker.metrics(decoder),
+        }
+        self._write_metrics("probe", **found, **slow_path_metrics(decoder, ids))
 
-    def _write(self, kind: str, **values: Any) -> None:
+    def _write_metrics(self, kind: str, **values: Any) -> None:
         if self.metrics is None:
             return
         row = {
             "kind": kind,
             "step": self.step,
             "tokens": self.tokens,
-            "seconds": round(self.seconds, 6),
+            "seconds": round(self.train_seconds, 6),
             **values,
         }
         self.metrics.write(row)
-        self.listener.row(row)
+        self.callback.on_metrics(row)
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         """Write a checkpoint; where there is no room for one, say so and go on with the one before."""
         if self.metrics is not None:
             self.metrics.sync()
-        record = {"seconds": self.seconds, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        record = {
+            "seconds": self.train_seconds,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
         try:
-            self.checkpoints.save(self.step, self.stepper.tensors(), record)
+            self.checkpoints.save(self.step, self.stepper.state_dict(), record)
         except DiskFullError as full:
-            if self.stop.is_set():
+            if self.stop_event.is_set():
                 raise
-            self.note(f"{full}; training goes on, but a stop now would go back to the checkpoint before")
+            self.notify(f"{full}; training goes on, but a stop now would go back to the checkpoint before")
 
-    def _restore(self) -> None:
+    def _load_checkpoint(self) -> None:
         found = self.checkpoints.latest()
         if found is None:
-            if self.team.leads:
-                self.checkpoints.make_room(self.stepper.tensors())  # said now rather than after hours
+            if self.dist_context.is_main:
+                self.checkpoints.ensure_disk_space(
+                    self.stepper.state_dict()
+                )  # said now rather than after hours
             return
         try:
-            load(found, self.stepper.tensors())
-        except DamagedError as damaged:
+            load_checkpoint(found, self.stepper.state_dict())
+        except CorruptCheckpointError as damaged:
             raise InputError(f"{damaged}: it is not a checkpoint of this model") from None
-        self.step = self._first = found.step
-        self.seconds = float(found.record["seconds"])
-        self._warn_of_changes(found)
+        self.step = self._first_step = found.step
+        self.train_seconds = float(found.manifest["seconds"])
+        self._warn_if_environment_changed(found)
 
-    def _warn_of_changes(self, found: Checkpoint) -> None:
-        self.note(f"going on from step {found.step}")
+    def _warn_if_environment_changed(self, checkpoint: Checkpoint) -> None:
+        self.notify(f"going on from step {checkpoint.step}")
         for name, now in (("threads", torch.get_num_threads()), ("torch", torch.__version__)):
-            if found.record[name] != now:
-                self.note(
-                    f"the checkpoint was made with {name} {found.record[name]}, now it is {now}: "
+            if checkpoint.manifest[name] != now:
+                self.notify(
+                    f"the checkpoint was made with {name} {checkpoint.manifest[name]}, now it is {now}: "
                     "the run will end within rounding of where it would have, not bit for bit"
                 )
 
     def _finish(self) -> dict[str, Any]:
         """Write the model, then the result; only then are the checkpoints of no more use."""
-        if self.last_score is None:  # killed after the last step
+        if self.last_eval is None:  # killed after the last step
             self._evaluate()
-        assert self.last_score is not None
-        weights = pretrained.full_weights(self.stepper.decoder)
+        assert self.last_eval is not None
+        weights = pretrained.full_state_dict(self.stepper.decoder)
         result = {
             "status": "finished",
             "error": None,
-            **self.last_score.to_dict(),
+            **self.last_eval.to_dict(),
             "tokens": self.tokens,
             "steps": self.step,
-            "seconds": self.seconds,
-            "step_seconds": statistics.median(self.durations or [self.seconds / max(1, self.step)]),
-            "peak_memory_bytes": environment.peak_memory(self.team.device),
+            "seconds": self.train_seconds,
+            "step_seconds": statistics.median(
+                self.step_durations or [self.train_seconds / max(1, self.step)]
+            ),
+            "peak_memory_bytes": environment.peak_memory(self.dist_context.device),
             "parameters": sum(self.parameters_by_role.values()),
             "parameters_by_role": self.parameters_by_role,
             "flops_per_token": self.flops_per_token,
             "data": {"name": self.data.name, "fingerprint": self.data.fingerprint},
-            "environment": environment.describe(self.team.device) | {"processes": self.team.world},
+            "environment": environment.collect_env(self.dist_context.device)
+            | {"processes": self.dist_context.world_size},
         }
-        if self.team.leads:
-            length = self.config.data.length
-            pretrained.save(
-                self.folder / MODEL, self.model_config, weights, self.data.tokenizer, length=length
+        if self.dist_context.is_main:
+            length = self.config.data.seq_len
+            pretrained.save_model(
+                self.folder / MODEL_DIR, self.model_config, weights, self.data.tokenizer, length=length
             )
-            files.write_json(self.folder / RESULT, result)
-            shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
-        self.team.wait()
+            files.write_json(self.folder / RESULT_FILE, result)
+            shutil.rmtree(self.folder / CHECKPOINTS_DIR, ignore_errors=True)
+        self.dist_context.barrier()
         return result
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
     """What result.json says; None where there is none, or a damaged one."""
     try:
-        result = json.loads((folder / RESULT).read_bytes())
+        result = json.loads((folder / RESULT_FILE).read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return result if isinstance(result, dict) else None
 
 
 def write_failure(folder: Path, error: str) -> None:
-    files.write_json(folder / RESULT, {"status": "failed", "error": error})
+    files.write_json(folder / RESULT_FILE, {"status": "failed", "error": error})
 
 
-def time_left(run: Run) -> float | None:
+def time_left(trainer: Trainer) -> float | None:
     """Seconds of training still to come, from the pace so far."""
-    if not run.durations or not run.progress:
+    if not trainer.step_durations or not trainer.progress:
         return None
-    if run.budget.seconds is not None:
-        return max(0.0, run.budget.seconds - run.seconds)
-    return statistics.median(run.durations[-50:]) * math.ceil((run.budget.steps or 0) - run.step)
+    if trainer.budget.seconds is not None:
+        return max(0.0, trainer.budget.seconds - trainer.train_seconds)
+    return statistics.median(trainer.step_durations[-50:]) * math.ceil(
+        (trainer.budget.steps or 0) - trainer.step
+    )

@@ -13,35 +13,35 @@ from typing import Any, Protocol
 from qkflow import files
 from qkflow.errors import InputError
 
-FILE = "metrics.jsonl"
-Row = dict[str, Any]
+METRICS_FILE = "metrics.jsonl"
+MetricsRow = dict[str, Any]
 
 
-class Copy(Protocol):
+class MetricsWriter(Protocol):
     """Another place that rows go to."""
 
-    def write(self, row: Row) -> None: ...
+    def write(self, row: MetricsRow) -> None: ...
     def close(self) -> None: ...
 
 
-class Metrics:
+class MetricsLog:
     """Appends rows to a run's `metrics.jsonl`, going on after step `after`."""
 
     def __init__(
-        self, folder: Path, after: int, writers: tuple[str, ...] = (), config: Row | None = None
+        self, folder: Path, resume_step: int, writers: tuple[str, ...] = (), config: MetricsRow | None = None
     ) -> None:
-        self._copies = [COPIES[name](folder, config or {}) for name in writers]
-        path = folder / FILE
+        self._writers = [WRITERS[name](folder, config or {}) for name in writers]
+        path = folder / METRICS_FILE
         # Steps that a killed run made after its last checkpoint are made again: forget what it said of them.
-        kept = [row for row in read_rows(path) if row["step"] <= after] if after else []
-        files.write_atomic(path, "".join(map(_line, kept)))
+        kept = [row for row in read_rows(path) if row["step"] <= resume_step] if resume_step else []
+        files.write_atomic(path, "".join(map(_to_json_line, kept)))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
-    def write(self, row: Row) -> None:
-        row = {key: _finite(value) for key, value in row.items()}
-        self._file.write(_line(row))
+    def write(self, row: MetricsRow) -> None:
+        row = {key: _nan_to_none(value) for key, value in row.items()}
+        self._file.write(_to_json_line(row))
         self._file.flush()
-        for copy in self._copies:
+        for copy in self._writers:
             copy.write(row)
 
     def sync(self) -> None:
@@ -50,11 +50,11 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-        for copy in self._copies:
+        for copy in self._writers:
             copy.close()
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[MetricsRow]:
     """All whole rows; a line cut short by a kill is passed over."""
     try:
         lines = path.read_text("utf-8", errors="replace").splitlines()
@@ -71,18 +71,18 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _line(row: Row) -> str:
+def _to_json_line(row: MetricsRow) -> str:
     return json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _nan_to_none(value: Any) -> Any:
     """JSON has no NaN: null stands for it."""
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_nan_to_none(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def scalars(row: Row) -> dict[str, float]:
+def scalars(row: MetricsRow) -> dict[str, float]:
     """The numbers of a row by name, `kind/name`, a list as its mean."""
     found: dict[str, float] = {}
     for key, value in row.items():
@@ -103,13 +103,13 @@ def check_writers(names: Iterable[str]) -> None:
             ) from None
 
 
-class TensorBoard:
-    def __init__(self, folder: Path, config: Row) -> None:
+class TensorBoardWriter:
+    def __init__(self, folder: Path, config: MetricsRow) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         for name, value in scalars(row).items():
             self._writer.add_scalar(name, value, row["step"])
 
@@ -117,32 +117,32 @@ class TensorBoard:
         self._writer.close()
 
 
-class _Tracker:
+class _TrackerWriter:
     """Trackio and W&B, which share one interface."""
 
     name: str
 
-    def __init__(self, folder: Path, config: Row) -> None:
+    def __init__(self, folder: Path, config: MetricsRow) -> None:
         self._module = importlib.import_module(self.name)
         self._module.init(project="qkflow", name=folder.resolve().name, config=config)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         self._module.log(scalars(row), step=row["step"])
 
     def close(self) -> None:
         self._module.finish()
 
 
-class Trackio(_Tracker):
+class TrackioWriter(_TrackerWriter):
     name = "trackio"
 
 
-class WandB(_Tracker):
+class WandbWriter(_TrackerWriter):
     name = "wandb"
 
 
-COPIES: dict[str, type[TensorBoard | Trackio | WandB]] = {
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WandB,
+WRITERS: dict[str, type[TensorBoardWriter | TrackioWriter | WandbWriter]] = {
+    "tensorboard": TensorBoardWriter,
+    "trackio": TrackioWriter,
+    "wandb": WandbWriter,
 }

@@ -17,61 +17,63 @@ from qkflow.errors import InputError, unknown
 from qkflow.roles import ROLES, parameter_roles
 
 # of the learning rate: fixed, or a function of the share of the run that is over
-Multiplier = float | Callable[[float], float]
+LRMultiplier = float | Callable[[float], float]
 
 
 @dataclass
-class Group:
+class ParamGroup:
     """Parameters of one role that decay or do not, with the learning rate they have now."""
 
     role: str
     weight_decay: float
     lr: float
-    multiplier: Multiplier = 1.0
+    lr_multiplier: LRMultiplier = 1.0
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # by full name
 
-    def set_lr(self, base: float, progress: float) -> None:
-        self.lr = base * (self.multiplier(progress) if callable(self.multiplier) else self.multiplier)
+    def set_lr(self, base_lr: float, progress: float) -> None:
+        self.lr = base_lr * (
+            self.lr_multiplier(progress) if callable(self.lr_multiplier) else self.lr_multiplier
+        )
 
 
 def parameter_groups(
     model: nn.Module,
     lr: float,
     weight_decay: float = 0.0,
-    multipliers: Mapping[str, Multiplier] | None = None,
-) -> list[Group]:
+    lr_multipliers: Mapping[str, LRMultiplier] | None = None,
+) -> list[ParamGroup]:
     """One group a role and kind (matrix or not), of every parameter that learns.
 
     `multipliers` maps a role to its multiple of the learning rate. A role that no parameter of the model has
     is an error, as is a parameter without a role.
     """
-    multipliers = multipliers or {}
+    lr_multipliers = lr_multipliers or {}
     roles = parameter_roles(model)
-    for role in multipliers:
+    for role in lr_multipliers:
         if role not in ROLES:
             raise unknown("role", role, ROLES)
         if role not in roles.values():
             raise InputError(
                 f"no parameter has the role '{role}' that a learning-rate multiplier is given for"
             )
-    groups: dict[tuple[str, bool], Group] = {}
+    groups: dict[tuple[str, bool], ParamGroup] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         role, matrix = roles[name], parameter.dim() >= 2
         if (role, matrix) not in groups:
             decay = weight_decay if matrix else 0.0
-            group = groups[role, matrix] = Group(role, decay, lr, multipliers.get(role, 1.0))
+            group = groups[role, matrix] = ParamGroup(role, decay, lr, lr_multipliers.get(role, 1.0))
             group.set_lr(lr, 0.0)
         groups[role, matrix].parameters[name] = parameter
-    check_cover(model, list(groups.values()))
+    check_param_groups(model, list(groups.values()))
     return list(groups.values())
 
 
-def check_cover(model: nn.Module, groups: list[Group]) -> None:
+def check_param_groups(model: nn.Module, param_groups: list[ParamGroup]) -> None:
     """Every learning parameter exactly once, or an error."""
     seen: dict[int, str] = {}
-    for group in groups:
+    for group in param_groups:
         for name, parameter in group.parameters.items():
             if id(parameter) in seen:
                 raise InputError(f"parameter {name} is in two groups (also as {seen[id(parameter)]})")
@@ -81,7 +83,7 @@ def check_cover(model: nn.Module, groups: list[Group]) -> None:
         raise InputError(f"no group holds {', '.join(missing)}")
 
 
-def pace_multipliers(pace: float | Mapping[str, Any] | None, model: nn.Module) -> dict[str, Multiplier]:
+def pace_lr_multipliers(pace: float | Mapping[str, Any] | None, model: nn.Module) -> dict[str, LRMultiplier]:
     """What `train.pace` asks for: the query-key circuit learns `ratio` times as fast as everything else."""
     if pace is None:
         return {}
@@ -103,37 +105,39 @@ class AdamW:
     """
 
     def __init__(
-        self, groups: list[Group], beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8
+        self, param_groups: list[ParamGroup], beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8
     ) -> None:
-        self.groups, self.beta1, self.beta2, self.eps = groups, beta1, beta2, eps
-        parameters = {name: p for group in groups for name, p in group.parameters.items()}
-        self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.param_groups, self.beta1, self.beta2, self.eps = param_groups, beta1, beta2, eps
+        parameters = {name: p for group in param_groups for name, p in group.parameters.items()}
+        self.exp_avg = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(p) for name, p in parameters.items()}
         device = next(iter(parameters.values())).device if parameters else None
-        self.steps = torch.zeros((), dtype=torch.float32, device=device)
+        self.step_count = torch.zeros((), dtype=torch.float32, device=device)
 
     def gradients(self) -> list[Tensor]:
-        return [p.grad for group in self.groups for p in group.parameters.values() if p.grad is not None]
+        return [
+            p.grad for group in self.param_groups for p in group.parameters.values() if p.grad is not None
+        ]
 
     def zero_grad(self) -> None:
-        for group in self.groups:
+        for group in self.param_groups:
             for parameter in group.parameters.values():
                 parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        self.steps += 1
-        for group in self.groups:
+        self.step_count += 1
+        for group in self.param_groups:
             learning = {name: p for name, p in group.parameters.items() if p.grad is not None}
             if not learning:
                 continue
             torch._fused_adamw_(
                 list(learning.values()),
                 [p.grad for p in learning.values() if p.grad is not None],
-                [self.mean[name] for name in learning],
-                [self.square[name] for name in learning],
+                [self.exp_avg[name] for name in learning],
+                [self.exp_avg_sq[name] for name in learning],
                 [],
-                [self.steps] * len(learning),
+                [self.step_count] * len(learning),
                 lr=group.lr,
                 beta1=self.beta1,
                 beta2=self.beta2,
@@ -145,24 +149,24 @@ class AdamW:
             # The kernel writes behind autograd's back; whoever keeps what they made of a weight must notice.
             torch.autograd.graph.increment_version(list(learning.values()))
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """All state by name, the very tensors: copying into them restores it."""
         return {
-            "optimizer.steps": self.steps,
-            **{f"optimizer.mean.{name}": tensor for name, tensor in self.mean.items()},
-            **{f"optimizer.square.{name}": tensor for name, tensor in self.square.items()},
+            "optimizer.steps": self.step_count,
+            **{f"optimizer.mean.{name}": tensor for name, tensor in self.exp_avg.items()},
+            **{f"optimizer.square.{name}": tensor for name, tensor in self.exp_avg_sq.items()},
         }
 
 
 @torch.no_grad()
-def clip_gradients(gradients: list[Tensor], limit: float) -> Tensor:
+def clip_grad_norm(gradients: list[Tensor], max_norm: float) -> Tensor:
     """The norm of all gradients together, before they were scaled down to `limit` (0 = any)."""
     norm = nn.utils.get_total_norm(gradients)
     if hasattr(norm, "full_tensor"):  # sharded: of all shards
         norm = norm.full_tensor()
-    if limit:
+    if max_norm:
         # on a processor the value is at hand, and most steps have nothing to scale
-        if norm.device.type == "cpu" and norm <= limit:
+        if norm.device.type == "cpu" and norm <= max_norm:
             return norm
-        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from qkflow.errors import InputError
 
-Base = Callable[[int], float]  # a base schedule: the factor of every group at a step
+BaseSchedule = Callable[[int], float]  # a base schedule: the factor of every group at a step
 
 
 class RatioSchedule(Protocol):
@@ -31,78 +31,78 @@ class RatioSchedule(Protocol):
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantRatio:
     ratio: float
 
     def __post_init__(self) -> None:
-        _positive("ratio", self.ratio)
+        _check_positive("ratio", self.ratio)
 
     def __call__(self, step: int) -> float:
         return self.ratio
 
 
 @dataclass(frozen=True)
-class Increasing:
+class IncreasingRatio:
     """η(s) = η₀·[1 + (F − 1)·s/S], and F·η₀ from step S on."""
 
-    factor: float
+    final_ratio: float
     steps: int
 
     def __post_init__(self) -> None:
-        _positive("factor", self.factor)
+        _check_positive("factor", self.final_ratio)
         if self.steps < 1:
             raise InputError(f"an increasing ratio needs at least 1 step, not {self.steps}")
 
     def __call__(self, step: int) -> float:
-        return 1 + (self.factor - 1) * min(step / self.steps, 1.0)
+        return 1 + (self.final_ratio - 1) * min(step / self.steps, 1.0)
 
 
-def ratio_schedule(written: str | float | RatioSchedule, steps: int) -> RatioSchedule:
+def parse_ratio_schedule(ratio: str | float | RatioSchedule, steps: int) -> RatioSchedule:
     """Read a schedule for a run of `steps` steps."""
-    if callable(written):
-        return _fitting(written, steps)
-    kind, _, rest = str(written).partition(":")
+    if callable(ratio):
+        return _check_ramp_fits(ratio, steps)
+    kind, _, rest = str(ratio).partition(":")
     try:
         if kind != "increasing":
-            return Constant(float(kind))
+            return ConstantRatio(float(kind))
         factor, _, option = rest.partition(":")
         name, _, value = option.partition("=")
         if name not in ("", "steps"):
             raise ValueError
-        return _fitting(Increasing(float(factor), int(value) if name else steps), steps)
+        return _check_ramp_fits(IncreasingRatio(float(factor), int(value) if name else steps), steps)
     except InputError:
         raise
     except ValueError:
         raise InputError(
-            f"'{written}' is not a ratio: write a number such as 20, or increasing:FACTOR[:steps=N]"
+            f"'{ratio}' is not a ratio: write a number such as 20, or increasing:FACTOR[:steps=N]"
         ) from None
 
 
-def paced(
+def get_qk_ratio_scheduler(
     optimizer: Optimizer,
     ratio: str | float | RatioSchedule,
     *,
     steps: int,
-    base: Base | None = None,
-    last_step: int = -1,
+    base_schedule: BaseSchedule | None = None,
+    last_epoch: int = -1,
 ) -> LambdaLR:
     """A scheduler that multiplies every group by `base` and the "qk" groups by `ratio` as well.
 
     Call its `step()` after each optimizer step. Its `state_dict` holds the step alone.
     """
-    schedule = ratio_schedule(ratio, steps)
+    schedule = parse_ratio_schedule(ratio, steps)
     names = [group.get("name") for group in optimizer.param_groups]
     if "qk" not in names:
         raise InputError('the optimizer has no group named "qk": make its groups with hf.param_groups')
-    common: Base = base if base is not None else lambda step: 1.0
+    common: BaseSchedule = base_schedule if base_schedule is not None else lambda step: 1.0
 
     def paced_factor(step: int) -> float:
         return common(step) * schedule(step)
 
-    return LambdaLR(optimizer, [paced_factor if name == "qk" else common for name in names], last_step)
+    return LambdaLR(optimizer, [paced_factor if name == "qk" else common for name in names], last_epoch)
 
 
-def _fitting(schedule: RatioSchedule, steps: int) -> RatioSchedule:
+def _check_ramp_fits(schedule: RatioSchedule, steps: int) -> RatioSchedule:
     needed = getattr(schedule, "steps", 0)
     if needed > steps:
         raise InputError(
@@ -111,6 +111,6 @@ def _fitting(schedule: RatioSchedule, steps: int) -> RatioSchedule:
     return schedule
 
 
-def _positive(what: str, value: float) -> None:
+def _check_positive(name: str, value: float) -> None:
     if not value > 0 or not math.isfinite(value):
-        raise InputError(f"the {what} of learning rates must be a positive number, not {value}")
+        raise InputError(f"the {name} of learning rates must be a positive number, not {value}")

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from qkflow import files
-from qkflow.data.tokenizer import SubwordTokenizer, Tokenizer, restore
+from qkflow.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_from_str
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.training.tensor_file import write_tensors
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-FORMAT = "qkflow-decoder"
+MODEL_CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+TOKENIZER_NAME, TOKENIZER_CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
+MODEL_FORMAT = "qkflow-decoder"
 
 
-def full_weights(model: Decoder) -> dict[str, Tensor]:
+def full_state_dict(model: Decoder) -> dict[str, Tensor]:
     """Every weight on the CPU, put together from its shards where it has any."""
     whole = {}
     for name, tensor in model.state_dict().items():
@@ -31,7 +31,7 @@ def full_weights(model: Decoder) -> dict[str, Tensor]:
     return whole
 
 
-def save(
+def save_model(
     folder: Path,
     config: ModelConfig,
     weights: dict[str, Tensor],
@@ -49,20 +49,20 @@ def save(
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        write_tensors(staging / WEIGHTS, weights)
-        files.write_atomic(staging / TOKENIZER, tokenizer.state())
-        if isinstance(tokenizer, SubwordTokenizer):
-            end = tokenizer.rust.id_to_token(tokenizer.end_of_document)
-            files.write_json(staging / TOKENIZER_CONFIG, {"eos_token": end})
+        write_tensors(staging / WEIGHTS_NAME, weights)
+        files.write_atomic(staging / TOKENIZER_NAME, tokenizer.to_str())
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            end = tokenizer.backend_tokenizer.id_to_token(tokenizer.eos_token_id)
+            files.write_json(staging / TOKENIZER_CONFIG_NAME, {"eos_token": end})
         described = {
-            "format": FORMAT,
+            "format": MODEL_FORMAT,
             "model": config.to_dict(),
-            "end_of_document": tokenizer.end_of_document,
-            "start_of_document": tokenizer.start_of_document,
-            "length": length,
+            "end_of_document": tokenizer.eos_token_id,
+            "start_of_document": tokenizer.bos_token_id,
+            "seq_len": length,
             "special_tokens": special_tokens,
         }
-        files.write_json(staging / CONFIG, {k: v for k, v in described.items() if v is not None})
+        files.write_json(staging / MODEL_CONFIG_NAME, {k: v for k, v in described.items() if v is not None})
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     except BaseException:  # a full disk most of all: what is half there only takes room
@@ -73,34 +73,34 @@ def save(
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[Decoder, Tokenizer]:
     """The model and tokenizer of a finished run's folder, or of its `model` folder."""
-    folder = find(Path(path))
-    described = _describe(folder)
+    folder = find_model_dir(Path(path))
+    described = _read_model_config(folder)
     config = ModelConfig.from_dict(described["model"])
     model = Decoder(config, device="meta").to_empty(device=device)
-    _fill(model, folder / WEIGHTS, device)
+    _load_weights(model, folder / WEIGHTS_NAME, device)
     ends = described["end_of_document"], described["start_of_document"]
-    return model.eval(), _tokenizer(folder / TOKENIZER, *ends)
+    return model.eval(), _load_tokenizer(folder / TOKENIZER_NAME, *ends)
 
 
 def transformers_config(path: str | Path) -> dict[str, Any]:
     """What a config of `transformers` says besides the shape: special tokens, and the length in training."""
-    described = _describe(find(Path(path)))
-    end, length = described["end_of_document"], described["length"]
+    described = _read_model_config(find_model_dir(Path(path)))
+    end, length = described["end_of_document"], described["seq_len"]
     special = {"eos_token_id": end, "pad_token_id": end, **(described["special_tokens"] or {})}
     return special if length is None else {**special, "max_position_embeddings": length}
 
 
 def tokenizer_spec(path: str | Path) -> str:
     """The tokenizer of a model, as `qkflow.data.prepare` takes it."""
-    folder = find(Path(path))
-    is_bytes = _read_json(folder / TOKENIZER).get("type") == "bytes"
-    return "bytes" if is_bytes else str(folder / TOKENIZER)
+    folder = find_model_dir(Path(path))
+    is_bytes = _read_json(folder / TOKENIZER_NAME).get("type") == "bytes"
+    return "bytes" if is_bytes else str(folder / TOKENIZER_NAME)
 
 
-def find(path: Path) -> Path:
+def find_model_dir(path: Path) -> Path:
     """The model folder that a path stands for."""
     for folder in (path, path / "model"):
-        if (folder / CONFIG).is_file():
+        if (folder / MODEL_CONFIG_NAME).is_file():
             return folder
     if (path / "config.yaml").is_file():
         raise InputError(f"the run in {path} is not finished: `qkflow train {path}` goes on with it")
@@ -108,41 +108,45 @@ def find(path: Path) -> Path:
         raise InputError(
             f"there is no model at {path}: give the folder of a run that `qkflow train` finished"
         )
-    raise InputError(f"{path} holds no model: there is no {CONFIG} in it, nor in a folder 'model' of it")
+    raise InputError(
+        f"{path} holds no model: there is no {MODEL_CONFIG_NAME} in it, nor in a folder 'model' of it"
+    )
 
 
-def refuse_not_finite(where: str | Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+def check_finite_weights(source: str | Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Weights that are no numbers make a model that scores anything at all."""
     for name, tensor in weights:
         values = tensor.float() if tensor.itemsize == 1 else tensor  # of eight bits torch cannot say
         if not bool(values.isfinite().all()):
-            raise InputError(f"{where} is of no use: '{name}' holds values that are not finite numbers")
+            raise InputError(f"{source} is of no use: '{name}' holds values that are not finite numbers")
 
 
-def _describe(folder: Path) -> dict[str, Any]:
+def _read_model_config(folder: Path) -> dict[str, Any]:
     """What the config says; None for what is known of some models only."""
-    described = _read_json(folder / CONFIG)
-    if described.get("format") != FORMAT:
+    described = _read_json(folder / MODEL_CONFIG_NAME)
+    if described.get("format") != MODEL_FORMAT:
         raise InputError(
-            f"{folder / CONFIG} does not describe a qkflow model: `qkflow import {folder} OUT` makes one "
+            f"{folder / MODEL_CONFIG_NAME} does not describe a qkflow model: `qkflow import {folder} OUT` makes one "
             "of a transformers folder"
         )
     for name, kind in (("model", dict), ("end_of_document", int)):
         if not isinstance(described.get(name), kind):
-            raise InputError(f"{folder / CONFIG} is damaged: it does not say the '{name}' of a qkflow model")
-    for name, kind in (("start_of_document", int), ("length", int), ("special_tokens", dict)):
+            raise InputError(
+                f"{folder / MODEL_CONFIG_NAME} is damaged: it does not say the '{name}' of a qkflow model"
+            )
+    for name, kind in (("start_of_document", int), ("seq_len", int), ("special_tokens", dict)):
         if not isinstance(described.setdefault(name), kind | None):
-            raise InputError(f"{folder / CONFIG} is damaged: its '{name}' is {described[name]!r}")
+            raise InputError(f"{folder / MODEL_CONFIG_NAME} is damaged: its '{name}' is {described[name]!r}")
     return described
 
 
-def _fill(model: Decoder, path: Path, device: torch.device | str) -> None:
+def _load_weights(model: Decoder, path: Path, device: torch.device | str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         weights = load_file(path, device=str(device))
-        refuse_not_finite(path, weights.items())
+        check_finite_weights(path, weights.items())
         model.load_state_dict(weights)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
@@ -152,9 +156,9 @@ def _fill(model: Decoder, path: Path, device: torch.device | str) -> None:
         ) from None
 
 
-def _tokenizer(path: Path, end_of_document: int, start_of_document: int | None) -> Tokenizer:
+def _load_tokenizer(path: Path, end_of_document: int, start_of_document: int | None) -> Tokenizer:
     try:
-        return restore(path.read_text("utf-8"), end_of_document, start_of_document)
+        return tokenizer_from_str(path.read_text("utf-8"), end_of_document, start_of_document)
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"{path} cannot be read as a tokenizer: {error}") from None
 

@@ -11,13 +11,13 @@ from types import FrameType
 
 from qkflow.errors import InputError
 from qkflow.files import make_folder
-from qkflow.training.distributed import Team
+from qkflow.training.distributed import DistContext
 
 
 @contextmanager
-def alone_in(folder: Path, team: Team) -> Iterator[None]:
+def lock_run_dir(folder: Path, dist_context: DistContext) -> Iterator[None]:
     """Hold the folder: two runs in one would write over each other. A kill lets go of it."""
-    if not team.leads:
+    if not dist_context.is_main:
         yield
         return
     from filelock import FileLock, Timeout

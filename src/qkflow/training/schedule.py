@@ -16,12 +16,12 @@ class Budget:
     seconds: float | None
 
     @classmethod
-    def of(cls, config: TrainConfig, length: int) -> Budget:
+    def from_config(cls, config: TrainConfig, length: int) -> Budget:
         if config.minutes is not None:
             return cls(None, 60 * config.minutes)
         if config.steps is not None:
             return cls(config.steps, None)
-        return cls(math.ceil((config.tokens or DEFAULT_TOKENS) / (config.batch * length)), None)
+        return cls(math.ceil((config.tokens or DEFAULT_TOKENS) / (config.batch_size * length)), None)
 
     def progress(self, step: int, seconds: float) -> float:
         """The share of the run that is over after `step` steps and `seconds`; 1 at the end."""
@@ -29,10 +29,10 @@ class Budget:
         return min(1.0, share)
 
 
-def passes(before: float, after: float, times: int) -> bool:
+def crosses_milestone(before: float, after: float, n_milestones: int) -> bool:
     """Whether progress passed one of `times` evenly spaced moments, the last of which is the end."""
     # a moment that is hit exactly must not be missed to rounding
-    return math.floor(after * times + 1e-9) > math.floor(before * times + 1e-9)
+    return math.floor(after * n_milestones + 1e-9) > math.floor(before * n_milestones + 1e-9)
 
 
 def learning_rate(config: TrainConfig, budget: Budget, step: int, seconds: float) -> float:
@@ -48,13 +48,13 @@ def learning_rate(config: TrainConfig, budget: Budget, step: int, seconds: float
         warm = max(budget.progress(step + 1, seconds), 1e-4) / config.warmup
     else:
         warm = 1.0
-    return config.lr * min(1.0, warm) * _shape(config, progress)
+    return config.lr * min(1.0, warm) * _decay_factor(config, progress)
 
 
-def _shape(config: TrainConfig, progress: float) -> float:
+def _decay_factor(config: TrainConfig, progress: float) -> float:
     if config.schedule == "cosine":
-        return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-    if config.schedule == "wsd" and config.decay:
-        fallen = max(0.0, (progress - (1 - config.decay)) / config.decay)
-        return 1 - (1 - config.final_lr) * fallen
+        return config.min_lr_factor + (1 - config.min_lr_factor) * 0.5 * (1 + math.cos(math.pi * progress))
+    if config.schedule == "wsd" and config.decay_ratio:
+        fallen = max(0.0, (progress - (1 - config.decay_ratio)) / config.decay_ratio)
+        return 1 - (1 - config.min_lr_factor) * fallen
     return 1.0

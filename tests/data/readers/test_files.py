@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from qkflow.data import corpora
 from qkflow.data.readers import documents as documents_module
 from qkflow.data.readers import tables
-from qkflow.data.readers.files import Meter
+from qkflow.data.readers.files import ReadProgress
 from qkflow.errors import InputError
 
 WIKITEXT = """
@@ -35,7 +35,7 @@ WIKITEXT = """
 
 
 def parts(name: str | Path) -> list[tuple[str, str]]:
-    return list(corpora.resolve(str(name)).parts(Meter()))
+    return list(corpora.resolve(str(name)).iter_documents(ReadProgress()))
 
 
 def texts(name: str | Path) -> list[str]:
@@ -162,9 +162,9 @@ def test_the_first_row_alone_does_not_decide_on_the_column(tmp_path: Path, first
 
 
 def test_a_column_of_no_usual_name_must_be_the_only_one_of_text(tmp_path: Path) -> None:
-    rows = [json.dumps({"id": i, "prompt": f"row {i}"}) for i in range(tables.AHEAD + 5)]
+    rows = [json.dumps({"id": i, "prompt": f"row {i}"}) for i in range(tables.LOOKAHEAD_ROWS + 5)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    assert texts(tmp_path / "a.jsonl") == [f"row {i}" for i in range(tables.AHEAD + 5)]
+    assert texts(tmp_path / "a.jsonl") == [f"row {i}" for i in range(tables.LOOKAHEAD_ROWS + 5)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows[:9], '{"prompt": "a", "answer": "b"}']))
     with pytest.raises(InputError, match="has the columns prompt, answer: say which"):
         texts(tmp_path / "a.jsonl")
@@ -201,30 +201,43 @@ def test_marks_are_seen_behind_a_long_first_document(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(documents_module, "LONGEST", 4_000)
 
     def documents(text: str) -> list[str]:
-        return list(documents_module.documents(io.StringIO(text).read, len(text), unit=None, whole=whole))
+        return list(
+            documents_module.split_documents(
+                io.StringIO(text).read, len(text), unit=None, single_document=whole
+            )
+        )
 
     others = [f"document {number}" for number in range(2_000)]
     first = "word " * 700
-    assert documents(documents_module.MARK.join([first, *others])) == [first, *others]
+    assert documents(documents_module.END_OF_TEXT.join([first, *others])) == [first, *others]
     articles = [f" = Title = \n text of {number}" for number in range(3)]
     assert documents("\n".join([first, *articles])) == [first, *articles]
-    pieces = documents(documents_module.MARK.join([first * 2, *others]))  # longer than any document may be
+    pieces = documents(
+        documents_module.END_OF_TEXT.join([first * 2, *others])
+    )  # longer than any document may be
     assert "".join(pieces) == first * 2 + "".join(others)
 
 
 @given(
     chunks=st.lists(st.text("ab \n", max_size=30), max_size=12),
     least=st.integers(0, 20),
-    boundary=st.sampled_from([None, documents_module.BLANK, documents_module.LINE, documents_module.MARKED]),
+    boundary=st.sampled_from(
+        [
+            None,
+            documents_module.PARAGRAPH_BOUNDARY,
+            documents_module.LINE_BOUNDARY,
+            documents_module.END_OF_TEXT_BOUNDARY,
+        ]
+    ),
 )
-@example(chunks=["a" * 24 + "\n\n\na", ""], least=0, boundary=documents_module.BLANK)
+@example(chunks=["a" * 24 + "\n\n\na", ""], least=0, boundary=documents_module.PARAGRAPH_BOUNDARY)
 @settings(max_examples=300, deadline=None)
 def test_cutting_loses_nothing_but_boundaries_and_does_not_see_chunks(
     chunks: list[str], least: int, boundary: object
 ) -> None:
-    pieces = list(documents_module.cut(chunks, boundary, least, least + 25))  # type: ignore[arg-type]
+    pieces = list(documents_module.split_text(chunks, boundary, least, least + 25))  # type: ignore[arg-type]
     whole = "".join(chunks)
-    assert pieces == list(documents_module.cut([whole], boundary, least, least + 25))  # type: ignore[arg-type]
+    assert pieces == list(documents_module.split_text([whole], boundary, least, least + 25))  # type: ignore[arg-type]
     assert max(map(len, pieces)) <= least + 25
     assert "".join("".join(pieces).split()) == "".join(whole.split())
 

@@ -29,7 +29,11 @@ def copy(tmp_path: Path) -> Path:
     for config, seed in (("small", 0), ("large", 10)):
         (folder / config).mkdir(parents=True)
         for number, split in enumerate(("train", "validation", "test")):
-            texts = list(synthetic.parse(f"documents={12 - number},words=60,seed={seed + number}").texts())
+            texts = list(
+                synthetic.parse_options(
+                    f"documents={12 - number},words=60,seed={seed + number}"
+                ).generate_documents()
+            )
             table = pyarrow.table({"id": list(range(len(texts))), "text": texts, "title": ["t"] * len(texts)})
             parquet.write_table(table, folder / config / f"{split}-00000-of-00001.parquet")
     files = "".join(
@@ -47,8 +51,8 @@ def test_a_local_copy_streams_its_splits_and_is_prepared_once(copy: Path, tmp_pa
     tokens = prepare(f"hf:{copy}:small", "bytes")
     counts = tokens.describe()["splits"]
     assert [counts[split]["documents"] for split in ("train", "validation", "test")] == [12, 11, 10]
-    first = next(iter(synthetic.parse("documents=12,words=60").texts()))
-    assert tokens.tokenizer.decode(tokens.tokens("train")[: tokens.documents("train")[1]]) == first
+    first = next(iter(synthetic.parse_options("documents=12,words=60").generate_documents()))
+    assert tokens.tokenizer.decode(tokens.tokens("train")[: tokens.document_offsets("train")[1]]) == first
     assert prepare(f"hf:{copy}:small", "bytes").folder == tokens.folder
     assert prepare(f"hf:{copy}:large", "bytes").fingerprint != tokens.fingerprint
     assert not list((tmp_path / "cache" / "staging").glob("*"))
@@ -63,7 +67,7 @@ def test_a_missing_configuration_or_column_is_named(copy: Path) -> None:
 
 def test_rows_without_text_are_left_out_and_the_search_for_it_ends() -> None:
     def texts(column: str | None, rows: Iterable[dict[str, object]]) -> list[str]:
-        return list(hf_datasets._texts(rows, hf_datasets.HubName("some/set", column=column)))
+        return list(hf_datasets._iter_texts(rows, hf_datasets.HubDatasetSpec("some/set", column=column)))
 
     rows = [{"id": "a"}, {"id": "b", "text": None}, {"id": "c", "text": "one"}, {"id": "d"}]
     assert texts(None, rows) == texts("text", rows) == ["one"]
@@ -72,7 +76,7 @@ def test_rows_without_text_are_left_out_and_the_search_for_it_ends() -> None:
         texts(None, endless)
     with pytest.raises(InputError, match="unknown column of hf:some/set 'text'"):
         texts("text", endless)
-    assert next(endless)["id"] == 2 * hf_datasets.LOOKED_AT
+    assert next(endless)["id"] == 2 * hf_datasets.MAX_ROWS_WITHOUT_TEXT
 
 
 def test_damaged_rows_are_one_sentence(tmp_path: Path) -> None:
@@ -87,7 +91,9 @@ def test_lines_of_wikitext_become_articles_and_a_budget_ends_reading(tmp_path: P
     (tmp_path / "wiki").mkdir()
     parquet.write_table(pyarrow.table({"text": lines}), tmp_path / "wiki" / "train-00000-of-00001.parquet")
     documents = [
-        text for _, text in hf_datasets.documents(hf_datasets.parse(f"{tmp_path}/wiki:mb=0")) if text.strip()
+        text
+        for _, text in hf_datasets.iter_documents(hf_datasets.parse_spec(f"{tmp_path}/wiki:mb=0"))
+        if text.strip()
     ]
     assert len(documents) == 6
     assert documents[3].startswith(" = Title 3 = \n")
@@ -95,7 +101,7 @@ def test_lines_of_wikitext_become_articles_and_a_budget_ends_reading(tmp_path: P
         len(
             [
                 text
-                for _, text in hf_datasets.documents(hf_datasets.parse(f"{tmp_path}/wiki:mb=1"))
+                for _, text in hf_datasets.iter_documents(hf_datasets.parse_spec(f"{tmp_path}/wiki:mb=1"))
                 if text.strip()
             ]
         )
@@ -111,6 +117,6 @@ def test_without_network_a_local_copy_is_asked_for_at_once() -> None:
 
 
 def test_names_are_read_as_written() -> None:
-    name = hf_datasets.parse("Salesforce/wikitext@abc123:wikitext-2-raw-v1:mb=5#text")
-    assert name == hf_datasets.HubName("Salesforce/wikitext", "abc123", "wikitext-2-raw-v1", "text", 5)
-    assert hf_datasets.parse("owner/name") == hf_datasets.HubName("owner/name")
+    name = hf_datasets.parse_spec("Salesforce/wikitext@abc123:wikitext-2-raw-v1:mb=5#text")
+    assert name == hf_datasets.HubDatasetSpec("Salesforce/wikitext", "abc123", "wikitext-2-raw-v1", "text", 5)
+    assert hf_datasets.parse_spec("owner/name") == hf_datasets.HubDatasetSpec("owner/name")

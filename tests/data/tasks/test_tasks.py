@@ -45,8 +45,8 @@ def test_squad_answers_stand_where_they_are_said_to(tmp_path: Path) -> None:
     assert example.text == f"Q: When? C: {CONTEXT} A:"
     assert example.label == "October 1973"
     assert marked(example) == [["October 1973"]]
-    assert example.facts["answers"] == ["October 1973", "October"]
-    assert found.notes == {"impossible questions dropped": 1}
+    assert example.metadata["answers"] == ["October 1973", "October"]
+    assert found.issue_counts == {"impossible questions dropped": 1}
     kept = load("squad", tmp_path, keep_impossible=True)
     assert [each.label for each in kept.examples] == ["October 1973", ""]
 
@@ -57,9 +57,9 @@ def test_squad_wrong_offsets_are_found_again_and_counted(tmp_path: Path) -> None
     found = load("squad", tmp_path / "dev-v2.0.json")
     places = [each.rationales[0][0][0] - len("Q: When? C: ") for each in found.examples]
     assert places == [CONTEXT.index("1973 and"), CONTEXT.index("1974")]
-    assert found.notes["answers found at another place than given"] == 2
-    assert found.notes["answers dropped: not in the context"] == 1
-    assert found.notes["questions dropped: no answer stands in the context"] == 1
+    assert found.issue_counts["answers found at another place than given"] == 2
+    assert found.issue_counts["answers dropped: not in the context"] == 1
+    assert found.issue_counts["questions dropped: no answer stands in the context"] == 1
 
 
 def test_squad_guessed_offsets_move_to_where_annotators_agree(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_squad_guessed_offsets_move_to_where_annotators_agree(tmp_path: Path) ->
     given, moved = load("squad", path), load("squad", path, relocate=True)
     assert given.examples[0].rationales[0][0][0] < moved.examples[0].rationales[0][0][0]
     assert marked(moved.examples[0]) == [["1973"]]
-    assert moved.notes == {"answers moved to where the annotators agree": 1}
+    assert moved.issue_counts == {"answers moved to where the annotators agree": 1}
 
 
 def test_squad_window_keeps_the_answer_in_place(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_hatexplain_original_layout(tmp_path: Path) -> None:
         ("2_gab", "normal"),
     ]
     assert marked(found.examples[0]) == [["a bad"], ["bad dog"]]
-    assert found.examples[0].facts["annotators"] == 3
-    assert found.notes == {"undecided posts dropped": 1, "posts without a rationale": 1}
+    assert found.examples[0].metadata["annotators"] == 3
+    assert found.issue_counts == {"undecided posts dropped": 1, "posts without a rationale": 1}
     assert [each.name for each in load("hatexplain", tmp_path, split="test").examples] == ["4_gab"]
 
 
@@ -136,7 +136,7 @@ def test_hatexplain_jsonl(tmp_path: Path) -> None:
     found = load("hatexplain", tmp_path, split="validation")
     assert marked(found.examples[0]) == [["you", "bad dog"]]
     assert found.examples[1].rationales == ()
-    assert found.notes == {"posts without a rationale": 1}
+    assert found.issue_counts == {"posts without a rationale": 1}
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_linzen_text_ends_before_the_verb(tmp_path: Path) -> None:
     (example,) = found.examples
     assert example.text == "the key to the cabinets"
     assert (example.label, marked(example)) == ("SG", [["key"]])
-    assert example.facts == {"verb": "is", "attractors": 1}
-    assert found.notes == {"sentences dropped: the subject follows the verb": 1}
+    assert example.metadata == {"verb": "is", "attractors": 1}
+    assert found.issue_counts == {"sentences dropped: the subject follows the verb": 1}
 
 
 def test_linzen_as_published_shows_the_verb(tmp_path: Path) -> None:
@@ -233,10 +233,10 @@ def test_prefixes(tmp_path: Path) -> None:
 
 def test_generated_sentences_know_their_own_structure() -> None:
     numbers = {form: index for pair in NOUNS for index, form in enumerate(pair)}
-    examples = generate(600, seed=3, max_modifiers=3, attractor_share=0.6)
+    examples = generate(600, seed=3, max_modifiers=3, attractor_prob=0.6)
     assert sum(each.label == "PL" for each in examples) == 300
     for each in examples:
-        words, facts = each.text.split(), each.facts
+        words, facts = each.text.split(), each.metadata
         plural = int(each.label == "PL")
         assert words[facts["subject_index"]] == facts["subject"]
         assert marked(each) == [[facts["subject"]]]
@@ -245,21 +245,23 @@ def test_generated_sentences_know_their_own_structure() -> None:
         between = [numbers[word] for word in words[facts["subject_index"] + 1 :] if word in numbers]
         assert len(between) == facts["nouns_between"] <= 3
         assert sum(number != plural for number in between) == facts["attractors"]
-    shares = [each.facts["attractors"] for each in examples]
-    assert sum(shares) / sum(each.facts["nouns_between"] for each in examples) == pytest.approx(0.6, abs=0.08)
+    shares = [each.metadata["attractors"] for each in examples]
+    assert sum(shares) / sum(each.metadata["nouns_between"] for each in examples) == pytest.approx(
+        0.6, abs=0.08
+    )
 
 
 def test_generated_whole_sentences_mark_the_verb_too() -> None:
     for each in load("agreement", "generate", as_published=True, limit=50).examples:
-        assert marked(each) == [[each.facts["subject"], each.facts["verb"]]]
-        assert each.text.split()[each.facts["verb_index"]] == each.facts["verb"]
+        assert marked(each) == [[each.metadata["subject"], each.metadata["verb"]]]
+        assert each.text.split()[each.metadata["verb_index"]] == each.metadata["verb"]
 
 
 def test_generation_repeats_and_refuses() -> None:
     assert generate(20, seed=1) == generate(20, seed=1)
     assert generate(20, seed=1) != generate(20, seed=2)
     with pytest.raises(InputError, match="attractor share"):
-        generate(5, attractor_share=2)
+        generate(5, attractor_prob=2)
 
 
 # GLUE
@@ -286,8 +288,8 @@ def test_glue_layouts(tmp_path: Path) -> None:
     ]
     assert load("cola", tmp_path, split="test").examples[0].label is None
     mrpc = load("mrpc", tmp_path / "MRPC" / "msr-para-train.tsv")
-    assert [(e.text, e.pair, e.label) for e in mrpc.examples] == [("A b.", "B a.", "1")]
-    assert mrpc.notes == {"lines skipped: too few columns": 1}
+    assert [(e.text, e.text_pair, e.label) for e in mrpc.examples] == [("A b.", "B a.", "1")]
+    assert mrpc.issue_counts == {"lines skipped: too few columns": 1}
     assert load("rte", tmp_path, split="validation").labels == ["not_entailment"]
 
 
@@ -333,7 +335,7 @@ def test_hub_rows_become_the_same_examples(hub: dict) -> None:
         }
     ]
     assert marked(load("squad", "hf").examples[0]) == [["oil"]]
-    assert load("rte", "hf", split="test").examples[0].pair == "B."
+    assert load("rte", "hf", split="test").examples[0].text_pair == "B."
     post = load("hatexplain", "hf:someone/copy").examples[0]
     assert (post.label, marked(post)) == ("offensive", [["bad"]])
     with pytest.raises(InputError, match="cannot read nobody/nothing from the hub"):

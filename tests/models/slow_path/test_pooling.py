@@ -10,7 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qkflow.attention.masks import build_mask
 from qkflow.errors import InputError
-from qkflow.models.slow_path.pooling import PackedBlocks, PlainBlocks, blocks, check_ratio
+from qkflow.models.slow_path.pooling import (
+    PackedBlockPooling,
+    UniformBlockPooling,
+    build_block_pooling,
+    check_ratio,
+)
 
 RATIOS = st.sampled_from([2, 3, 4, 8])
 
@@ -61,37 +66,37 @@ def textbook_feedback(u, ids, P):
 @given(documents(), RATIOS)
 @settings(deadline=None)
 def test_packed_blocks_follow_the_definition(ids, P):
-    layout = blocks(ids.shape[1], P, ids)
+    layout = build_block_pooling(ids.shape[1], P, ids)
     x = numbers(*ids.shape, 3)
     expected = textbook_pool(x, ids.tolist(), P)
     pooled = layout.pool(x)
-    assert layout.count == max(len(row) for row in expected)
+    assert layout.n_blocks == max(len(row) for row in expected)
     for b, row in enumerate(expected):
         torch.testing.assert_close(pooled[b, : len(row)], torch.stack(row))
         assert bool((pooled[b, len(row) :] == 0).all())
-    u = numbers(len(ids), layout.count, 2, seed=1)
-    assert torch.equal(layout.feedback(u), textbook_feedback(u, ids.tolist(), P))
+    u = numbers(len(ids), layout.n_blocks, 2, seed=1)
+    assert torch.equal(layout.upsample(u), textbook_feedback(u, ids.tolist(), P))
 
 
 @given(st.integers(1, 3), st.integers(1, 40), RATIOS)
 @settings(deadline=None)
 def test_plain_blocks_are_packed_blocks_of_one_document(B, T, P):
-    plain, packed = blocks(T, P), blocks(T, P, torch.zeros(B, T, dtype=torch.long))
-    x, u = numbers(B, T, 3), numbers(B, plain.count, 2, seed=1)
-    assert plain.count == packed.count == -(-T // P)
+    plain, packed = build_block_pooling(T, P), build_block_pooling(T, P, torch.zeros(B, T, dtype=torch.long))
+    x, u = numbers(B, T, 3), numbers(B, plain.n_blocks, 2, seed=1)
+    assert plain.n_blocks == packed.n_blocks == -(-T // P)
     torch.testing.assert_close(plain.pool(x), packed.pool(x))
-    assert torch.equal(plain.feedback(u), packed.feedback(u))
-    assert plain.documents is None
-    assert torch.equal(packed.documents, torch.ones(B, plain.count, dtype=torch.long))
+    assert torch.equal(plain.upsample(u), packed.upsample(u))
+    assert plain.document_ids is None
+    assert torch.equal(packed.document_ids, torch.ones(B, plain.n_blocks, dtype=torch.long))
 
 
 def through(layout, x):
     """Token rate → block rate → attention over blocks → token rate: the slow path with its gate wide open."""
     y = layout.pool(x)
-    mask = build_mask(layout.count, layout.count, causal=True, documents=layout.documents)
+    mask = build_mask(layout.count, layout.count, causal=True, document_ids=layout.documents)
     heads = y[:, None]
     y = scaled_dot_product_attention(
-        heads, heads, heads, attn_mask=mask.matrix(layout.count, layout.count, y.device)
+        heads, heads, heads, attn_mask=mask.to_bool(layout.count, layout.count, y.device)
     )
     return layout.feedback(y[:, 0])
 
@@ -100,9 +105,9 @@ def through(layout, x):
 @settings(max_examples=200, deadline=None)
 def test_a_token_reaches_its_own_document_from_the_end_of_its_block_on_and_nothing_else(ids, P, data):
     B, T = ids.shape
-    layout = blocks(T, P, ids) if data.draw(st.booleans()) else None
+    layout = build_block_pooling(T, P, ids) if data.draw(st.booleans()) else None
     if layout is None:
-        ids, layout = torch.zeros_like(ids), blocks(T, P)
+        ids, layout = torch.zeros_like(ids), build_block_pooling(T, P)
     b, t = data.draw(st.integers(0, B - 1)), data.draw(st.integers(0, T - 1))
     x = numbers(B, T, 4)
     changed = x.clone()
@@ -117,8 +122,8 @@ def test_a_token_reaches_its_own_document_from_the_end_of_its_block_on_and_nothi
 def test_low_precision_keeps_its_type_and_sums_in_float32():
     dtype = torch.bfloat16
     x = numbers(2, 150, 3, dtype=dtype) + 10
-    exact = PlainBlocks(150, 64).pool(x.double()).to(dtype)
-    for pooled in (PlainBlocks(150, 64).pool(x), PackedBlocks(torch.zeros(2, 150), 64).pool(x)):
+    exact = UniformBlockPooling(150, 64).pool(x.double()).to(dtype)
+    for pooled in (UniformBlockPooling(150, 64).pool(x), PackedBlockPooling(torch.zeros(2, 150), 64).pool(x)):
         assert pooled.dtype == dtype
         # at most one unit in the last place, where a running bf16 sum would be off by many
         torch.testing.assert_close(pooled, exact, rtol=torch.finfo(dtype).eps, atol=0)
@@ -127,23 +132,25 @@ def test_low_precision_keeps_its_type_and_sums_in_float32():
 def test_a_fixed_count_adds_blocks_nobody_reads():
     ids = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
     x = numbers(2, 5, 3)
-    exact, roomy = PackedBlocks(ids, 2), PackedBlocks(ids, 2, count=5)
-    assert exact.count == 3
+    exact, roomy = PackedBlockPooling(ids, 2), PackedBlockPooling(ids, 2, n_blocks=5)
+    assert exact.n_blocks == 3
     torch.testing.assert_close(through(roomy, x), through(exact, x))
-    assert roomy.documents.tolist() == [[1, 1, 2, 0, 0], [1, 1, 1, 0, 0]]
+    assert roomy.document_ids.tolist() == [[1, 1, 2, 0, 0], [1, 1, 1, 0, 0]]
 
 
 def test_gradients_reach_exactly_the_tokens_of_completed_blocks():
     x = numbers(1, 7, 2).requires_grad_()
-    layout = PlainBlocks(7, 3)
+    layout = UniformBlockPooling(7, 3)
     layout.feedback(layout.pool(x)).sum().backward()
     assert (x.grad[0, :, 0] != 0).tolist() == [True] * 6 + [False]
-    torch.autograd.gradcheck(lambda x: through(PackedBlocks(torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), 3), x), x)
+    torch.autograd.gradcheck(
+        lambda x: through(PackedBlockPooling(torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), 3), x), x
+    )
 
 
 def test_pooling_compiles_as_one_graph():
     def run(x):
-        layout = PlainBlocks(x.shape[1], 4)
+        layout = UniformBlockPooling(x.shape[1], 4)
         return layout.feedback(layout.pool(x))
 
     x = numbers(2, 10, 3)
@@ -152,9 +159,9 @@ def test_pooling_compiles_as_one_graph():
 
 def test_bad_ratios_and_shapes_are_refused():
     for make in (
-        lambda: PlainBlocks(8, 1),
-        lambda: PackedBlocks(torch.zeros(1, 8), 0),
-        lambda: PlainBlocks(8, 2.5),
+        lambda: UniformBlockPooling(8, 1),
+        lambda: PackedBlockPooling(torch.zeros(1, 8), 0),
+        lambda: UniformBlockPooling(8, 2.5),
     ):
         with pytest.raises(InputError, match="at least 2"):
             make()
@@ -162,4 +169,4 @@ def test_bad_ratios_and_shapes_are_refused():
         check_ratio(9, 8)
     check_ratio(8, 8)
     with pytest.raises(InputError, match=r"shape \(batch, 8\)"):
-        blocks(8, 2, torch.zeros(1, 7))
+        build_block_pooling(8, 2, torch.zeros(1, 7))

@@ -9,14 +9,14 @@ from qkflow.attention import couplings, merge, scorings
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 
-BASE = {"vocabulary": 24, "layers": 2, "width": 16, "heads": 2, "start": "fan_in"}
+BASE = {"vocab_size": 24, "n_layers": 2, "dim": 16, "n_heads": 2, "init": "fan_in"}
 
 
 def decoder(P=4, dtype=torch.float64, **attention):
     config = {
         **BASE,
         "attention": attention,
-        "slow": {"ratio": P, "layers": 2, "start": 0.8, "inject": "each"},
+        "slow": {"ratio": P, "n_layers": 2, "gate_init": 0.8, "inject": "each"},
     }
     return Decoder(ModelConfig.from_dict(config), seed=0, dtype=dtype).eval()
 
@@ -25,7 +25,7 @@ MODELS = {P: decoder(P) for P in (2, 3, 4, 8)}
 
 
 def tokens(*shape, seed=0):
-    return torch.randint(BASE["vocabulary"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(BASE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def test_a_rewound_cache_goes_on_as_if_nothing_had_followed(length, P):
     caches = model.new_caches(2, 21)
     decode(model, torch.cat([ids[:, :length], other[:, length:]], 1), [21], caches)
     for cache in caches:
-        cache.rewind(length)
+        cache.crop(length)
     if length < 21:
         rest = decode(model, ids[:, length:], [1] * (21 - length), caches)
         torch.testing.assert_close(rest, model(ids)[:, length:])
@@ -114,10 +114,10 @@ def test_bad_use_of_the_cache_is_refused():
     with pytest.raises(InputError, match="a batch of 2, not 1"):
         model(ids[:1], caches=caches)
     real = torch.ones_like(ids)
-    torch.testing.assert_close(model(ids, padding=real, caches=model.new_caches(2, 6)), model(ids))
+    torch.testing.assert_close(model(ids, attention_mask=real, caches=model.new_caches(2, 6)), model(ids))
     real[0, 0] = 0
     for packing in ({"padding": real}, {"documents": real}):
         with pytest.raises(InputError, match="rows of equal length"):
             model(ids, caches=model.new_caches(2, 6), **packing)
     with pytest.raises(InputError, match="cannot rewind a cache of 0 tokens to 3"):
-        model.new_caches(2, 6)[-1].rewind(3)
+        model.new_caches(2, 6)[-1].crop(3)

@@ -11,11 +11,11 @@ from qkflow.attention import couplings, scorings
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.models.slow_path import path
-from qkflow.models.slow_path.pooling import PlainBlocks
-from qkflow.roles import freeze, parameter_roles
+from qkflow.models.slow_path.pooling import UniformBlockPooling
+from qkflow.roles import freeze_roles, parameter_roles
 
 RATIOS = (2, 3, 4, 8)
-BASE = {"vocabulary": 24, "layers": 2, "width": 16, "heads": 2, "start": "fan_in"}
+BASE = {"vocab_size": 24, "n_layers": 2, "dim": 16, "n_heads": 2, "init": "fan_in"}
 
 
 def decoder(dtype=torch.float64, attention=None, seed=0, **slow):
@@ -24,7 +24,7 @@ def decoder(dtype=torch.float64, attention=None, seed=0, **slow):
 
 
 def tokens(*shape, seed=0):
-    return torch.randint(BASE["vocabulary"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(BASE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
 def textbook(model, ids):
@@ -51,7 +51,7 @@ def textbook(model, ids):
 @pytest.mark.parametrize("inject", ["once", "each", [1]])
 @pytest.mark.parametrize("gate", ["scalar", "vector", "tanh"])
 def test_it_follows_its_equations(gate, inject):
-    model = decoder(ratio=4, layers=2, gate=gate, start=0.6, inject=inject, hidden=24)
+    model = decoder(ratio=4, n_layers=2, gate=gate, init=0.6, inject=inject, hidden_dim=24)
     ids = tokens(2, 19)
     assert len(model.slow.gates) == (2 if inject == "each" else 1)
     torch.testing.assert_close(model(ids), textbook(model, ids))
@@ -64,7 +64,7 @@ def test_it_follows_its_equations(gate, inject):
     ids=lambda attention: next(iter(attention.values())),
 )
 def test_every_coupling_and_scoring_works_in_both_paths(attention):
-    model = decoder(attention=attention, ratio=3, layers=1, start=0.6)
+    model = decoder(attention=attention, ratio=3, n_layers=1, init=0.6)
     ids = tokens(2, 11)
     torch.testing.assert_close(model(ids), textbook(model, ids))
     fast, slow = model.blocks[0].attention, model.slow.blocks[0].attention
@@ -73,7 +73,7 @@ def test_every_coupling_and_scoring_works_in_both_paths(attention):
 
 
 def test_the_paths_may_differ_in_their_attention():
-    model = decoder(attention={"window": 3, "dropout": 0.1}, ratio=2, layers=1)
+    model = decoder(attention={"window": 3, "dropout": 0.1}, ratio=2, n_layers=1)
     slow = model.slow.blocks[0].attention
     assert (slow.window, slow.dropout) == (None, 0.0), "the slow path sees far, and draws no random numbers"
     config = {**BASE, "slow": {"attention": {"coupling": "euler:n=2", "window": 5}}}
@@ -88,7 +88,7 @@ def test_the_paths_may_differ_in_their_attention():
 
 @lru_cache
 def opened(P, inject="once"):
-    return decoder(ratio=P, layers=2, start=1.5, inject=inject)
+    return decoder(ratio=P, n_layers=2, init=1.5, inject=inject)
 
 
 @st.composite
@@ -116,31 +116,31 @@ def test_a_changed_token_reaches_only_what_follows_it_in_its_document(batch, P, 
     b, t = data.draw(st.integers(0, B - 1)), data.draw(st.integers(0, T - 1))
     model, ids = opened(P, inject), tokens(B, T)
     changed = ids.clone()
-    changed[b, t] = (ids[b, t] + 1) % BASE["vocabulary"]
+    changed[b, t] = (ids[b, t] + 1) % BASE["vocab_size"]
     before, after = (model.embedding(given) for given in (ids, changed))
     first, end = document_of(documents, b, t, T)
 
-    heard = model.slow(before, documents=documents) != model.slow(after, documents=documents)
+    heard = model.slow(before, document_ids=documents) != model.slow(after, document_ids=documents)
     expected = torch.zeros(B, T, dtype=torch.bool)
     expected[b, first + ((t - first) // P + 1) * P - 1 : end] = True  # from the end of its block on
     assert torch.equal(heard.any(-1), expected)
 
-    moved = (model(ids, documents=documents) != model(changed, documents=documents)).any(-1)
+    moved = (model(ids, document_ids=documents) != model(changed, document_ids=documents)).any(-1)
     expected[b, t:end] = True
     assert torch.equal(moved, expected)
 
 
 def test_a_leak_is_seen_through_an_open_gate_and_hidden_by_a_closed_one(monkeypatch):
-    class Leaky(PlainBlocks):
-        def feedback(self, u):  # the block a token is in, not the last completed one
-            return u.repeat_interleave(self.ratio, 1)[:, : self.tokens]
+    class Leaky(UniformBlockPooling):
+        def upsample(self, u):  # the block a token is in, not the last completed one
+            return u.repeat_interleave(self.ratio, 1)[:, : self.seq_len]
 
     monkeypatch.setattr(path, "blocks_of", lambda T, P, documents: Leaky(T, P))
     ids = tokens(1, 12)
     changed = ids.clone()
-    changed[0, 3] = (ids[0, 3] + 1) % BASE["vocabulary"]
+    changed[0, 3] = (ids[0, 3] + 1) % BASE["vocab_size"]
     for start, leaks in ((1.5, True), (0.0, False)):
-        model = decoder(ratio=4, layers=1, start=start)
+        model = decoder(ratio=4, n_layers=1, init=start)
         assert bool((model(ids) != model(changed))[:, :3].any()) is leaks
 
 
@@ -150,7 +150,7 @@ def test_packed_documents_are_as_if_alone(P):
     lengths = [11, 1, 17]
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     alone = torch.cat([model(part) for part in ids.split(lengths, 1)], 1)
-    torch.testing.assert_close(model(ids, documents=documents), alone)
+    torch.testing.assert_close(model(ids, document_ids=documents), alone)
 
 
 def test_padding_on_either_side_changes_nothing():
@@ -158,12 +158,12 @@ def test_padding_on_either_side_changes_nothing():
     for left, right in ((5, 0), (0, 3), (3, 2)):
         padded = torch.nn.functional.pad(ids, (left, right))
         real = torch.nn.functional.pad(torch.ones_like(ids), (left, right))
-        out = model(padded, padding=real)[:, left : left + 11]
+        out = model(padded, attention_mask=real)[:, left : left + 11]
         torch.testing.assert_close(out, model(ids))
     documents = torch.tensor([[0] * 3 + [1] * 6 + [2] * 2])
     real = torch.ones_like(ids)
     real[:, :3] = 0
-    out = model(ids, padding=real, documents=documents)
+    out = model(ids, attention_mask=real, document_ids=documents)
     torch.testing.assert_close(out[:, 3:9], model(ids[:, 3:9]))
 
 
@@ -184,8 +184,8 @@ def train(model, steps=4):
 
 @pytest.mark.parametrize("inject", ["once", "each"])
 def test_closed_it_trains_as_the_fast_path_alone_to_the_last_bit(inject):
-    closed = decoder(torch.float32, ratio=4, layers=2, inject=inject)
-    freeze(closed, ["slow", "gate"])
+    closed = decoder(torch.float32, ratio=4, n_layers=2, inject=inject)
+    freeze_roles(closed, ["slow", "gate"])
     plain = train(decoder(torch.float32)).state_dict()
     trained = train(closed).state_dict()
     for name, value in plain.items():
@@ -193,7 +193,7 @@ def test_closed_it_trains_as_the_fast_path_alone_to_the_last_bit(inject):
 
 
 def test_a_cold_gate_learns_first_and_the_slow_weights_after_it():
-    model = decoder(ratio=4, layers=1).train()
+    model = decoder(ratio=4, n_layers=1).train()
     slow = [p for name, p in model.named_parameters() if parameter_roles(model)[name] == "slow"]
     (gate,) = model.slow.gates["0"].parameters()
     model(tokens(2, 16)).sin().sum().backward()
@@ -206,8 +206,8 @@ def test_a_cold_gate_learns_first_and_the_slow_weights_after_it():
 
 
 def test_frozen_slow_weights_stay_while_the_gate_moves():
-    model = decoder(torch.float32, ratio=4, layers=1)
-    freeze(model, ["slow"])
+    model = decoder(torch.float32, ratio=4, n_layers=1)
+    freeze_roles(model, ["slow"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     after, roles = train(model).state_dict(), parameter_roles(model)
     for name in before:
@@ -215,14 +215,14 @@ def test_frozen_slow_weights_stay_while_the_gate_moves():
 
 
 def test_its_parameters_are_slow_or_gate_whatever_they_are_within():
-    roles = parameter_roles(decoder(attention={"coupling": "euler"}, ratio=4, layers=1, inject="each"))
+    roles = parameter_roles(decoder(attention={"coupling": "euler"}, ratio=4, n_layers=1, inject="each"))
     for name, role in roles.items():
         if name.startswith("slow.gates."):
             assert role == "gate"
         else:
             assert (role == "slow") is name.startswith("slow."), name
     with pytest.raises(InputError, match=r"role to freeze .*'slwo': did you mean 'slow'"):
-        freeze(decoder(ratio=4), ["slwo"])
+        freeze_roles(decoder(ratio=4), ["slwo"])
 
 
 def test_fast_parameters_start_alike_with_and_without_it():
@@ -232,16 +232,16 @@ def test_fast_parameters_start_alike_with_and_without_it():
 
 
 def test_it_compiles_checkpoints_and_keeps_low_precision():
-    model = decoder(torch.float32, ratio=4, layers=1, start=0.5)
+    model = decoder(torch.float32, ratio=4, n_layers=1, init=0.5)
     ids = tokens(2, 18)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for length in (18, 13):  # the second compiles for any length
         torch.testing.assert_close(compiled(ids[:, :length]), model(ids[:, :length]))
-    copied = decoder(torch.float32, seed=1, ratio=4, layers=1, start=0.5)
+    copied = decoder(torch.float32, seed=1, ratio=4, n_layers=1, init=0.5)
     copied.load_state_dict(model.state_dict())
-    copied.checkpoint_blocks = True
+    copied.activation_checkpointing = True
     torch.testing.assert_close(copied.train()(ids), model(ids))
-    low = decoder(torch.bfloat16, ratio=4, layers=1, start=0.5)
+    low = decoder(torch.bfloat16, ratio=4, n_layers=1, init=0.5)
     assert low(ids).dtype == torch.bfloat16
     torch.testing.assert_close(low(ids).float(), model(ids), rtol=0.1, atol=0.1)
 
@@ -254,10 +254,10 @@ def test_it_compiles_checkpoints_and_keeps_low_precision():
     [
         ({"ratio": 1}, "at least 2"),
         ({"ratio": 2.5}, "whole number"),
-        ({"layers": 0}, r"model\.slow\.layers must be at least 1"),
-        ({"hidden": 0}, r"model\.slow\.hidden must be at least 1"),
+        ({"n_layers": 0}, r"model\.slow\.layers must be at least 1"),
+        ({"hidden_dim": 0}, r"model\.slow\.hidden must be at least 1"),
         ({"gate": "scaler"}, "did you mean 'scalar'"),
-        ({"gate": "tanh", "start": 1.0}, r"inside \(-1, 1\)"),
+        ({"gate": "tanh", "gate_init": 1.0}, r"inside \(-1, 1\)"),
         ({"inject": "eech"}, "did you mean 'each'"),
         ({"inject": [0, 1, 2]}, "3 gates, but there are 2 fast layers"),
         ({"inject": [2]}, "from 0 to 1, each once"),
@@ -279,7 +279,7 @@ def test_unknown_attention_of_the_slow_path_is_refused():
 
 
 def test_a_zero_output_behind_an_open_gate_is_alive():
-    model = decoder(ratio=4, layers=1, start=0.5, output="zero")
+    model = decoder(ratio=4, n_layers=1, init=0.5, output="zero")
     ids = tokens(2, 16)
     assert torch.equal(model(ids), decoder()(ids))
     model(ids).sin().sum().backward()
@@ -287,7 +287,7 @@ def test_a_zero_output_behind_an_open_gate_is_alive():
 
 
 def test_training_on_less_than_a_block_is_refused_but_a_short_prompt_is_not():
-    model = decoder(ratio=8, start=0.5)
+    model = decoder(ratio=8, init=0.5)
     ids = tokens(1, 7)
     torch.testing.assert_close(model(ids), decoder()(ids))
     with pytest.raises(InputError, match="P = 8 is longer than the 7 tokens"):

@@ -14,11 +14,11 @@ from qkflow.papers.fast_slow.master_equation import (
     check_generator,
     communicating_classes,
     condition_number,
-    disagreement,
-    from_rates,
+    generator_from_rates,
     load_generator,
     random_generator,
-    stationary,
+    solver_disagreement,
+    stationary_distribution,
 )
 
 EPS = torch.finfo(torch.float64).eps
@@ -30,7 +30,7 @@ def rates(*entries):
     W = torch.zeros(N, N, dtype=torch.float64)
     for source, target, rate in entries:
         W[target, source] = rate
-    return from_rates(W)
+    return generator_from_rates(W)
 
 
 @st.composite
@@ -43,15 +43,15 @@ def irreducible(draw):
     keep = torch.rand(size, generator=source) < draw(st.floats(0, 1))
     ring = torch.randperm(N, generator=source)
     keep[..., ring.roll(1), ring] = True
-    return from_rates(W * keep)
+    return generator_from_rates(W * keep)
 
 
 @given(irreducible())
 @settings(max_examples=100, deadline=None)
 def test_all_solvers_find_the_same_distribution_to_rounding(W):
     tolerance = 20 * W.shape[-1] * EPS * float(condition_number(W).max())
-    assert disagreement(check_generator(W))["any_two"] <= tolerance
-    p = stationary(W)
+    assert solver_disagreement(check_generator(W))["any_two"] <= tolerance
+    p = stationary_distribution(W)
     assert p.shape == W.shape[:-1]
     assert bool((p > 0).all())
     torch.testing.assert_close(p.sum(-1), torch.ones_like(p[..., 0]))
@@ -63,7 +63,9 @@ def test_all_solvers_find_the_same_distribution_to_rounding(W):
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_two_states_split_by_their_rates(method, scale):
     W = scale * rates((0, 1, 3.0), (1, 0, 1.0))
-    torch.testing.assert_close(stationary(W, method), torch.tensor([0.25, 0.75], dtype=torch.float64))
+    torch.testing.assert_close(
+        stationary_distribution(W, method), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("method", SOLVERS)
@@ -72,33 +74,39 @@ def test_birth_and_death_obey_detailed_balance(method):
     W = rates(*[(i, i + 1, b) for i, b in enumerate(births)], *[(i + 1, i, d) for i, d in enumerate(deaths)])
     ratios = torch.tensor(births, dtype=torch.float64) / torch.tensor(deaths, dtype=torch.float64)
     expected = torch.cat([torch.ones(1, dtype=torch.float64), ratios.cumprod(0)])
-    torch.testing.assert_close(stationary(W, method), expected / expected.sum(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        stationary_distribution(W, method), expected / expected.sum(), rtol=1e-13, atol=0
+    )
 
 
 @pytest.mark.parametrize("method", SOLVERS)
 def test_a_ring_without_detailed_balance_waits_where_leaving_is_slow(method):
     leave = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
     W = rates(*[(i, (i + 1) % 3, float(rate)) for i, rate in enumerate(leave)])
-    torch.testing.assert_close(stationary(W, method), leave.reciprocal() / leave.reciprocal().sum())
+    torch.testing.assert_close(
+        stationary_distribution(W, method), leave.reciprocal() / leave.reciprocal().sum()
+    )
 
 
 @pytest.mark.parametrize("method", SOLVERS)
 def test_gradients_flow_through_every_solver(method):
     free = torch.rand(2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.1
-    torch.autograd.gradcheck(lambda r: SOLVERS[method](from_rates(r)), free.requires_grad_())
+    torch.autograd.gradcheck(lambda r: SOLVERS[method](generator_from_rates(r)), free.requires_grad_())
 
 
 def test_gth_keeps_every_digit_where_the_others_must_refuse():
     slow = 1e-12  # two pairs that hardly meet; by symmetry of the rates each pair holds one half
     W = rates((0, 1, 1.0), (1, 0, 1.0), (2, 3, 2.0), (3, 2, 2.0), (1, 2, slow), (2, 1, slow))
-    torch.testing.assert_close(stationary(W, "gth"), torch.full((4,), 0.25).double(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        stationary_distribution(W, "gth"), torch.full((4,), 0.25).double(), rtol=1e-14, atol=0
+    )
     with pytest.raises(InputError, match=r"ill-conditioned.*2 parts, \{0, 1\}, \{2, 3\}.*gth"):
-        stationary(W, "bordered")
+        stationary_distribution(W, "bordered")
 
 
 def test_gth_survives_ratios_beyond_the_largest_number():
     births = [(i, i + 1, 1e10) for i in range(40)]
-    p = stationary(rates(*births, *[(i + 1, i, 1.0) for i in range(40)]), "gth")
+    p = stationary_distribution(rates(*births, *[(i + 1, i, 1.0) for i in range(40)]), "gth")
     torch.testing.assert_close(p[-1], torch.tensor(1 - 1e-10, dtype=torch.float64), rtol=1e-14, atol=0)
 
 
@@ -116,7 +124,7 @@ def test_gth_survives_ratios_beyond_the_largest_number():
 @pytest.mark.parametrize("method", SOLVERS)
 def test_a_reducible_generator_is_explained(method, entries, message):
     with pytest.raises(InputError, match=message):
-        stationary(rates(*entries), method)
+        stationary_distribution(rates(*entries), method)
 
 
 def test_a_state_without_rates_is_a_closed_class_of_its_own():
@@ -124,20 +132,20 @@ def test_a_state_without_rates_is_a_closed_class_of_its_own():
     W[:2, :2] = rates((0, 1, 1.0), (1, 0, 2.0))
     assert communicating_classes(W) == [([0, 1], True), ([2], True)]
     with pytest.raises(InputError, match="reducible"):
-        stationary(W)
+        stationary_distribution(W)
 
 
 def test_a_bad_generator_is_named_by_its_place_in_the_batch():
     W = random_generator(3, (2, 4))
     W[1, 2] = torch.zeros(3, 3)
     with pytest.raises(InputError, match=r"generator \[1, 2\] of the batch is reducible"):
-        stationary(W)
+        stationary_distribution(W)
     W = random_generator(3, (4,))
     W[3, 0, 1] = -1.0
     with pytest.raises(
         InputError, match="generator 3 of the batch has the negative rate -1 from state 1 to state 0"
     ):
-        stationary(W)
+        stationary_distribution(W)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +172,15 @@ def test_what_is_no_generator_is_refused(matrix, message):
 
 def test_columns_may_miss_zero_by_the_rounding_of_their_type():
     W = 1e3 * random_generator(8, seed=3)
-    torch.testing.assert_close(stationary(W.float()), stationary(W), rtol=1e-5, atol=0)
-    assert disagreement(check_generator(W.float()))["any_two"] < 1e-13
+    torch.testing.assert_close(
+        stationary_distribution(W.float()), stationary_distribution(W), rtol=1e-5, atol=0
+    )
+    assert solver_disagreement(check_generator(W.float()))["any_two"] < 1e-13
 
 
 def test_unknown_solver_and_too_few_states():
     with pytest.raises(InputError, match="did you mean 'cofactors'"):
-        stationary(random_generator(3), "cofactor")
+        stationary_distribution(random_generator(3), "cofactor")
     with pytest.raises(InputError, match="at least 2 states"):
         random_generator(1)
 

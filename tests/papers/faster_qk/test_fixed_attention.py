@@ -8,12 +8,12 @@ from torch import nn
 
 from qkflow.errors import InputError
 from qkflow.papers.faster_qk import fixed_attention
-from qkflow.papers.faster_qk.controlled_task import COMMON, FIRST_LABEL, Stream
+from qkflow.papers.faster_qk.controlled_task import FIRST_LABEL_ID, N_COMMON, BatchStream
 
 
 def plain_attention(tokens: torch.Tensor, alpha: float) -> torch.Tensor:
     """α spread over the distinct tokens of each sequence, the rest over its others: (B, T)."""
-    distinct = tokens >= COMMON
+    distinct = tokens >= N_COMMON
     number = distinct.sum(-1, keepdim=True).double()
     return torch.where(distinct, alpha / number, (1 - alpha) / (tokens.shape[-1] - number))
 
@@ -22,8 +22,10 @@ def plain_attention(tokens: torch.Tensor, alpha: float) -> torch.Tensor:
 def test_training_equals_plain_linear_layers(kind: str) -> None:
     """Forty float64 steps of nn.Linear layers, biases and all, token by token, from torch's own start."""
     steps, lr, batch, length, seed, alphas = 40, 0.5, 16, 24, 11, (0.3, 1.0)
-    found = fixed_attention.train(kind, [seed], steps, lr, batch, length, alphas, dtype=torch.float64)
-    fresh, kinds = Stream(2**32, length, 40_000, balanced=True).sequences(1)
+    found = fixed_attention.train_fixed_attention(
+        kind, [seed], steps, lr, batch, length, alphas, dtype=torch.float64
+    )
+    fresh, kinds = BatchStream(2**32, length, 40_000, balanced=True).sample_sequences(1)
     for alpha, ours in zip(alphas, found, strict=True):
         torch.manual_seed(seed)
         layers = [nn.Linear(50, 50)] if kind == "collapsed" else [nn.Linear(50, 50), nn.Linear(50, 50)]
@@ -37,14 +39,14 @@ def test_training_equals_plain_linear_layers(kind: str) -> None:
             values = torch.einsum("bt,btd->bd", weights, nn.functional.one_hot(tokens, 50).double())
             return nn.functional.cross_entropy(model(values), labels)
 
-        tokens, classes = Stream(seed, length, batch, balanced=True).sequences(steps)
+        tokens, classes = BatchStream(seed, length, batch, balanced=True).sample_sequences(steps)
         for step in range(steps):
             optimizer.zero_grad()
-            labels = torch.from_numpy(classes[step]) + FIRST_LABEL
+            labels = torch.from_numpy(classes[step]) + FIRST_LABEL_ID
             loss_of(torch.from_numpy(tokens[step]), labels, alpha, model).backward()
             optimizer.step()
         with torch.no_grad():
-            labels = torch.from_numpy(kinds[0]) + FIRST_LABEL
+            labels = torch.from_numpy(kinds[0]) + FIRST_LABEL_ID
             inputs = torch.from_numpy(fresh[0])
             final = loss_of(inputs, labels, alpha, model)
             assert ours.loss == pytest.approx(final.item(), abs=1e-12)
@@ -58,7 +60,9 @@ def test_training_equals_plain_linear_layers(kind: str) -> None:
 
 
 def test_sharper_attention_learns_faster() -> None:
-    losses = [each.loss for each in fixed_attention.train("collapsed", [0], steps=500, lr=1.0)]
+    losses = [
+        each.loss for each in fixed_attention.train_fixed_attention("collapsed", [0], steps=500, lr=1.0)
+    ]
     assert losses == sorted(losses, reverse=True)
 
 
@@ -68,9 +72,9 @@ def test_sharper_attention_learns_faster() -> None:
         ({"kind": "flat"}, "unknown circuit"),
         ({"alphas": (0.5, 1.5)}, "between 0 and 1"),
         ({"lr": 0.0}, "must be positive"),
-        ({"batch": 30}, "multiple of 4"),
+        ({"batch_size": 30}, "multiple of 4"),
     ],
 )
 def test_bad_input_is_refused(wrong: dict, said: str) -> None:
     with pytest.raises(InputError, match=said):
-        fixed_attention.train(**{"kind": "collapsed", "seeds": [0], "steps": 10} | wrong)
+        fixed_attention.train_fixed_attention(**{"kind": "collapsed", "seeds": [0], "steps": 10} | wrong)

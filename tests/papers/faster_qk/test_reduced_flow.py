@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkflow.errors import InputError
-from qkflow.papers.faster_qk.reduced_flow import KINDS, PUBLISHED, Flow
+from qkflow.papers.faster_qk.reduced_flow import KINDS, PUBLISHED_ENDPOINTS, ReducedFlow
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", [1e-4, 1e-2, 1.0, 1e2, 1e4])
 def test_closed_form_equals_integration(kind: str, ratio: float) -> None:
-    flow = Flow(ratio, kind)
+    flow = ReducedFlow(ratio, kind)
     closed, integrated = flow.at_loss(1e-4), flow.integrate(1e-4)
     for name in ("mu_ov", "mu_qk", "alpha", "loss"):
         assert getattr(closed, name) == pytest.approx(getattr(integrated, name), abs=1e-8), name
@@ -26,22 +26,22 @@ def test_closed_form_equals_integration(kind: str, ratio: float) -> None:
 
 
 def test_other_constants_too() -> None:
-    flow = Flow(3.0, "FAFO", m=2, n=7, b=11, M=4, start=1e-5)
+    flow = ReducedFlow(3.0, "FAFO", m=2, n=7, b=11, M=4, init=1e-5)
     closed, integrated = flow.at_loss(1e-3), flow.integrate(1e-3)
     assert closed.mu_qk == pytest.approx(integrated.mu_qk, abs=1e-8)
     assert closed.mu_ov == pytest.approx(integrated.mu_ov, abs=1e-8)
 
 
-@pytest.mark.parametrize(("ratio", "known"), PUBLISHED.items())
+@pytest.mark.parametrize(("ratio", "known"), PUBLISHED_ENDPOINTS.items())
 def test_meets_the_published_end_points(ratio: float, known: tuple[float, float, float]) -> None:
-    end = Flow(ratio).at_loss(1e-4)
+    end = ReducedFlow(ratio).at_loss(1e-4)
     # Their notebook stops at the first step below the loss, hence the last digit.
     assert (end.mu_ov, end.mu_qk, end.alpha) == pytest.approx(known, abs=1.1e-3)
 
 
 def test_rates_point_down_the_gradient_of_the_loss() -> None:
     """Both rates are −∂L/∂μ times a constant of their circuit: 1/((M−1)·b) for OV, r/(M·b²) for QK."""
-    flow = Flow(3.0)
+    flow = ReducedFlow(3.0)
     mu = torch.tensor([2.5, 0.7], dtype=torch.float64, requires_grad=True)
     strength = flow.m * mu[1].exp()
     alpha = strength / (strength + flow.n)
@@ -57,10 +57,10 @@ def test_factorised_rate_is_that_of_two_balanced_factors(circuit: str) -> None:
     """d(uv)/dt = u·dv/dt + v·du/dt with u = v = √μ and each factor following its own gradient."""
     mu_ov, mu_qk = 2.5, 0.7
     index = 0 if circuit == "ov" else 1
-    collapsed = float(Flow(3.0, "CACO").rates(mu_ov, mu_qk)[index])
+    collapsed = float(ReducedFlow(3.0, "CACO").rates(mu_ov, mu_qk)[index])
     factor = math.sqrt((mu_ov, mu_qk)[index])
     product_rate = factor * (factor * collapsed) + factor * (factor * collapsed)
-    factorised = Flow(3.0, "CAFO" if circuit == "ov" else "FACO").rates(mu_ov, mu_qk)[index]
+    factorised = ReducedFlow(3.0, "CAFO" if circuit == "ov" else "FACO").rates(mu_ov, mu_qk)[index]
     assert float(factorised) == pytest.approx(product_rate, rel=1e-12)
 
 
@@ -78,9 +78,9 @@ def test_query_key_solves_the_separated_equation(
     """No overflow, however large e^A: the two sides of the conserved relation agree at the solution."""
     from scipy.special import expi
 
-    flow = Flow(ratio, kind, m=m, n=n)
-    mu_qk = float(flow.query_key(mu_ov))
-    c, s = m / n, flow.start
+    flow = ReducedFlow(ratio, kind, m=m, n=n)
+    mu_qk = float(flow.solve_mu_qk(mu_ov))
+    c, s = m / n, flow.init
     kappa = ratio * (flow.M - 1) / (flow.M * flow.b)
     right = kappa * ((mu_ov - s) / 2 if flow.ov_factorised else mu_ov**2 / 2)
     if flow.qk_factorised:
@@ -93,21 +93,21 @@ def test_query_key_solves_the_separated_equation(
 
 def test_a_tiny_step_keeps_its_relative_accuracy() -> None:
     mu_ov = 1e-6  # e^A − 1 is about 1e-14: the plain Lambert difference would keep two digits
-    flow = Flow(1.0)
+    flow = ReducedFlow(1.0)
     kappa = (flow.M - 1) / (flow.M * flow.b)
-    assert float(flow.query_key(mu_ov)) == pytest.approx(kappa * mu_ov**2 / 2 / 1.1, rel=1e-9)
+    assert float(flow.solve_mu_qk(mu_ov)) == pytest.approx(kappa * mu_ov**2 / 2 / 1.1, rel=1e-9)
 
 
 def test_faster_query_key_learning_sharpens_attention() -> None:
-    ends = [Flow(ratio).at_loss(1e-4) for ratio in (0.01, 0.1, 1, 10, 100)]
+    ends = [ReducedFlow(ratio).at_loss(1e-4) for ratio in (0.01, 0.1, 1, 10, 100)]
     assert [end.alpha for end in ends] == sorted(end.alpha for end in ends)
     assert [end.mu_ov for end in ends] == sorted((end.mu_ov for end in ends), reverse=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_path_ends_where_the_end_point_is(kind: str) -> None:
-    flow = Flow(2.0, kind)
-    path, end = flow.path(1e-3, points=150), flow.at_loss(1e-3)
+    flow = ReducedFlow(2.0, kind)
+    path, end = flow.trajectory(1e-3, n_points=150), flow.at_loss(1e-3)
     assert path["mu_qk"][-1] == pytest.approx(end.mu_qk, rel=1e-12)
     assert path["time"][-1] == pytest.approx(end.time, rel=1e-6)
     assert np.all(np.diff(path["time"]) > 0)
@@ -117,12 +117,12 @@ def test_path_ends_where_the_end_point_is(kind: str) -> None:
 @pytest.mark.parametrize("wrong", [{"ratio": 0.0}, {"ratio": -1.0}, {"ratio": math.nan}, {"n": 0}, {"M": 1}])
 def test_bad_constants_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
-        Flow(**wrong)
+        ReducedFlow(**wrong)
 
 
 def test_bad_kind_and_loss_are_refused() -> None:
     with pytest.raises(InputError, match="did you mean 'FACO'"):
-        Flow(1.0, "FACP")
+        ReducedFlow(1.0, "FACP")
     for loss in (0.0, 3.0, math.nan):
         with pytest.raises(InputError, match="loss"):
-            Flow().at_loss(loss)
+            ReducedFlow().at_loss(loss)

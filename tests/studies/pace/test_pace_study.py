@@ -11,18 +11,18 @@ import torch
 
 from qkflow.cli import main
 from qkflow.errors import InputError
-from qkflow.measures.circuits import CircuitWatch
-from qkflow.measures.faithfulness import measure, measure_one_by_one
+from qkflow.measures.circuits import CircuitTracker
+from qkflow.measures.faithfulness import measure_faithfulness, measure_faithfulness_reference
 from qkflow.roles import parameter_roles
-from qkflow.studies.pace import Settings, dataset
+from qkflow.studies.pace import PaceStudyConfig, dataset
 from qkflow.studies.pace.analysis import analyse
-from qkflow.studies.pace.config import plan
-from qkflow.studies.pace.optimizers import SGD, build_optimizer, descend
-from qkflow.studies.pace.recipes import AS_PUBLISHED, RECIPES, recipe
-from qkflow.studies.pace.run import Text, batches, heatmap, train_and_measure
-from qkflow.studies.pace.squad_f1 import f1
-from qkflow.studies.pace.task_model import Reader, build_reader, padded
-from qkflow.studies.runner.study_dir import StudyFolder
+from qkflow.studies.pace.config import plan_runs
+from qkflow.studies.pace.optimizers import SGD, build_optimizer, optimizer_step
+from qkflow.studies.pace.recipes import PUBLISHED_RECIPES, RECIPES, get_recipe
+from qkflow.studies.pace.run import Text, heatmap, iter_batches, train_and_measure
+from qkflow.studies.pace.squad_f1 import squad_f1
+from qkflow.studies.pace.task_model import TaskModel, build_task_model, pad_batch
+from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.training.optimizer import parameter_groups
 
 TRAIN = {
@@ -33,8 +33,8 @@ TRAIN = {
 
 @pytest.fixture(scope="module")
 def agreement() -> dataset.TaskData:
-    return dataset.prepare(
-        "agreement", "generate", recipe("agreement", False), dataset.Wanted(False, 200, 60)
+    return dataset.prepare_task_data(
+        "agreement", "generate", get_recipe("agreement", False), dataset.DataLimits(False, 200, 60)
     )
 
 
@@ -45,15 +45,15 @@ def squad_file(folder: Path) -> Path:
         answer = f"answer {number % 7}"
         context = f"{'some words before . ' * 3}the truth is {answer} , and {'more words after . ' * 3}"
         place = {"text": answer, "answer_start": context.index(answer)}
-        asked = {"id": str(number), "question": f"what is truth {number} ?", "answers": [place]}
+        asked = {"id": str(number), "config": f"what is truth {number} ?", "answers": [place]}
         paragraphs.append({"context": context, "qas": [asked]})
     path = folder / "dev-v1.1.json"
     path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
     return path
 
 
-def small(data: dataset.TaskData, task: str = "agreement", seed: int = 0) -> Reader:
-    return build_reader(recipe(task, False, width=16, hidden=32, head_size=4), data, seed)
+def small(data: dataset.TaskData, task: str = "agreement", seed: int = 0) -> TaskModel:
+    return build_task_model(get_recipe(task, False, dim=16, hidden_dim=32, head_dim=4), data, seed)
 
 
 # the data
@@ -61,24 +61,29 @@ def small(data: dataset.TaskData, task: str = "agreement", seed: int = 0) -> Rea
 
 def test_rationales_become_tokens_and_test_texts_are_new(agreement: dataset.TaskData) -> None:
     assert agreement.classes == ["PL", "SG"]
-    seen = {tuple(item.ids) for item in agreement.train if dataset.UNKNOWN not in item.ids}
+    seen = {tuple(item.ids) for item in agreement.train if dataset.UNK_TOKEN_ID not in item.ids}
     assert not any(tuple(item.ids) in seen for item in agreement.test)
     assert all(sum(item.rationales[0]) == 1 for item in agreement.train), "the subject is one word"
 
 
 def test_data_is_kept_and_read_back(agreement: dataset.TaskData, tmp_path: Path) -> None:
-    name = dataset.save(agreement, tmp_path)
-    assert dataset.load(tmp_path / name) == agreement
-    assert dataset.save(agreement, tmp_path) == name
+    name = dataset.save_task_data(agreement, tmp_path)
+    assert dataset.load_task_data(tmp_path / name) == agreement
+    assert dataset.save_task_data(agreement, tmp_path) == name
 
 
 def test_squad_has_answers_whose_tokens_are_marked(tmp_path: Path) -> None:
-    data = dataset.prepare("squad", str(squad_file(tmp_path)), recipe("squad", False), dataset.Wanted())
+    data = dataset.prepare_task_data(
+        "squad", str(squad_file(tmp_path)), get_recipe("squad", False), dataset.DataLimits()
+    )
     item = data.test[0]
     marked = [token for token, mark in zip(item.ids, item.rationales[0], strict=True) if mark]
-    assert item.truth[0] in "".join(data.pieces[token] for token in marked)
-    assert item.answer[-1] == data.end
-    assert "".join(data.pieces[token] for token in item.answer[:-1]).strip() == item.truth[0]
+    assert item.reference_answers[0] in "".join(data.token_texts[token] for token in marked)
+    assert item.answer_ids[-1] == data.eos_token_id
+    assert (
+        "".join(data.token_texts[token] for token in item.answer_ids[:-1]).strip()
+        == item.reference_answers[0]
+    )
     assert len(data.train) + len(data.test) == 40
 
 
@@ -88,7 +93,7 @@ def test_unlabelled_texts_are_counted_and_cannot_be_all(tmp_path: Path) -> None:
     (folder / "train.tsv").write_text("sentence\tlabel\n" + "a good film\t1\na bad film\t0\n" * 5)
     (folder / "dev.tsv").write_text("sentence\nnobody said\n")
     with pytest.raises(InputError, match="no test text has a label"):
-        dataset.prepare("sst-2", str(tmp_path), recipe("sst-2", False), dataset.Wanted())
+        dataset.prepare_task_data("sst-2", str(tmp_path), get_recipe("sst-2", False), dataset.DataLimits())
 
 
 def hatexplain(folder: Path, rows: list[dict[str, Any]], more: list[dict[str, Any]] | None = None) -> str:
@@ -100,8 +105,8 @@ def hatexplain(folder: Path, rows: list[dict[str, Any]], more: list[dict[str, An
 def test_rationales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     rows = [{"text": "two words", "label": "normal", "rationale_token_spans": [[1, 3]]}]
     with pytest.raises(InputError, match="does not fit its 2 tokens"):
-        dataset.prepare(
-            "hatexplain", hatexplain(tmp_path, rows), recipe("hatexplain", False), dataset.Wanted()
+        dataset.prepare_task_data(
+            "hatexplain", hatexplain(tmp_path, rows), get_recipe("hatexplain", False), dataset.DataLimits()
         )
 
 
@@ -110,15 +115,17 @@ def test_empty_rationales_are_counted(tmp_path: Path) -> None:
     more = [{"text": "other text", "label": "normal", "rationale_token_spans": []},
             {"text": "another text", "label": "offensive", "rationale_token_spans": [[0, 1]]}]  # fmt: skip
     source = hatexplain(tmp_path, rows, more)
-    data = dataset.prepare("hatexplain", source, recipe("hatexplain", False), dataset.Wanted())
-    assert data.notes["test texts without a rationale"] == 1
+    data = dataset.prepare_task_data(
+        "hatexplain", source, get_recipe("hatexplain", False), dataset.DataLimits()
+    )
+    assert data.issue_counts["test texts without a rationale"] == 1
 
 
 def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
     source = hatexplain(tmp_path, [{"text": f"a b {n}", "label": "normal"} for n in range(4)],
                         [{"text": "new", "label": "normal"}])  # fmt: skip
     with pytest.raises(InputError, match="one class only"):
-        dataset.prepare("hatexplain", source, recipe("hatexplain", False), dataset.Wanted())
+        dataset.prepare_task_data("hatexplain", source, get_recipe("hatexplain", False), dataset.DataLimits())
 
 
 # the model
@@ -127,17 +134,19 @@ def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
 def test_padding_changes_nothing(agreement: dataset.TaskData) -> None:
     reader = small(agreement)
     short, *_, long = sorted(agreement.test, key=lambda item: len(item.ids))
-    alone = reader.probabilities(*padded([short.ids]))
-    together, layers = reader.attend(*padded([short.ids, long.ids]))
+    alone = reader.probabilities(*pad_batch([short.ids]))
+    together, layers = reader.probabilities_and_attentions(*pad_batch([short.ids, long.ids]))
     torch.testing.assert_close(alone[0], together[0])
     assert layers[0][0, :, : len(short.ids), len(short.ids) :].abs().max() == 0
 
 
 def test_an_encoder_sees_both_ways_and_a_writer_does_not(agreement: dataset.TaskData, tmp_path: Path) -> None:
-    _, layers = small(agreement).attend(*padded([agreement.test[0].ids]))
+    _, layers = small(agreement).probabilities_and_attentions(*pad_batch([agreement.test[0].ids]))
     assert layers[0].triu(1).abs().max() > 0
-    data = dataset.prepare("squad", str(squad_file(tmp_path)), recipe("squad", False), dataset.Wanted())
-    _, layers = small(data, "squad").attend(*padded([data.test[0].ids]))
+    data = dataset.prepare_task_data(
+        "squad", str(squad_file(tmp_path)), get_recipe("squad", False), dataset.DataLimits()
+    )
+    _, layers = small(data, "squad").probabilities_and_attentions(*pad_batch([data.test[0].ids]))
     assert layers[0].triu(1).abs().max() == 0
 
 
@@ -145,36 +154,41 @@ def test_batched_measures_are_those_one_by_one(agreement: dataset.TaskData) -> N
     reader = small(agreement)
     some = [Text(item.name, item.ids, item.rationales) for item in agreement.test[:8]]
     for source in ("attention", "rollout", "gradient"):
-        fast, slow = measure(reader, some, source), measure_one_by_one(reader, some, source)
+        fast, slow = (
+            measure_faithfulness(reader, some, source),
+            measure_faithfulness_reference(reader, some, source),
+        )
         assert fast.mass == pytest.approx(slow.mass, rel=1e-3, abs=1e-5)
         assert fast.comprehensiveness[5.0] == pytest.approx(slow.comprehensiveness[5.0], abs=1e-5)
 
 
 def test_answers_are_written_as_their_loss_says(tmp_path: Path) -> None:
-    data = dataset.prepare("squad", str(squad_file(tmp_path)), recipe("squad", False), dataset.Wanted())
+    data = dataset.prepare_task_data(
+        "squad", str(squad_file(tmp_path)), get_recipe("squad", False), dataset.DataLimits()
+    )
     reader, few = small(data, "squad"), data.train[:2]
     optimizer = build_optimizer(reader, {**TRAIN, "steps": 150})
     for step in range(150):
-        descend(optimizer, reader.loss(few), 2e-2, step, 150, 1.0)
+        optimizer_step(optimizer, reader.loss(few), 2e-2, step, 150, 1.0)
     assert float(reader.loss(few).detach()) < 0.1
-    assert reader.write(few, data.end) == [item.answer[:-1] for item in few]
+    assert reader.generate_answers(few, data.eos_token_id) == [item.answer_ids[:-1] for item in few]
 
 
 def test_f1_counts_words_as_squad_does() -> None:
-    assert f1("The  Denver Broncos!", ["denver broncos"]) == 1
-    assert f1("Denver", ["the Denver Broncos", "Carolina"]) == pytest.approx(2 / 3)
-    assert f1("", ["something"]) == 0
+    assert squad_f1("The  Denver Broncos!", ["denver broncos"]) == 1
+    assert squad_f1("Denver", ["the Denver Broncos", "Carolina"]) == pytest.approx(2 / 3)
+    assert squad_f1("", ["something"]) == 0
 
 
 # the knob
 
 
-def rates(reader: Reader, **train: Any) -> dict[str, float]:
+def rates(reader: TaskModel, **train: Any) -> dict[str, float]:
     """Learning rate by role in the middle of training."""
     optimizer = build_optimizer(reader, {**TRAIN, **train})
-    for group in optimizer.groups:
+    for group in optimizer.param_groups:
         group.set_lr(1.0, 0.5)
-    return {group.role: group.lr for group in optimizer.groups}
+    return {group.role: group.lr for group in optimizer.param_groups}
 
 
 def test_a_single_knob_turns_the_query_key_rate_alone(agreement: dataset.TaskData) -> None:
@@ -185,16 +199,20 @@ def test_a_single_knob_turns_the_query_key_rate_alone(agreement: dataset.TaskDat
 
 
 def test_runs_of_a_single_knob_study_differ_in_the_ratio_alone(agreement: dataset.TaskData) -> None:
-    settings = Settings("agreement", seeds=1)
-    one, other, *_ = (run.config for run in plan(settings, settings.recipe(), "data.json", agreement, 10))
+    settings = PaceStudyConfig("agreement", seeds=1)
+    one, other, *_ = (
+        run.config for run in plan_runs(settings, settings.resolve_recipe(), "data.json", agreement, 10)
+    )
     assert one["train"].pop("ratio") != other["train"].pop("ratio")
     assert one == other
 
 
-@pytest.mark.parametrize("task", AS_PUBLISHED)
+@pytest.mark.parametrize("task", PUBLISHED_RECIPES)
 def test_as_published_changes_what_the_authors_changed(agreement: dataset.TaskData, task: str) -> None:
-    settings = Settings(task, data="somewhere", as_published=True, seeds=1)
-    same, faster = (run.config["train"] for run in plan(settings, settings.recipe(), "x", agreement, 10))
+    settings = PaceStudyConfig(task, data="somewhere", as_published=True, seeds=1)
+    same, faster = (
+        run.config["train"] for run in plan_runs(settings, settings.resolve_recipe(), "x", agreement, 10)
+    )
     assert (same["embed"], same["others"], same["freeze"]) == (False, 1.0, [])
     turned = rates(
         small(agreement), **{name: faster[name] for name in ("ratio", "others", "embed", "freeze")}
@@ -212,7 +230,7 @@ def test_seeds_pair(agreement: dataset.TaskData) -> None:
     one, other = small(agreement, seed=3), small(agreement, seed=3)
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
-    orders = [[item.name for item in next(batches(agreement.train, 8, seed))] for seed in (3, 3, 4)]
+    orders = [[item.name for item in next(iter_batches(agreement.train, 8, seed))] for seed in (3, 3, 4)]
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -236,10 +254,10 @@ def test_a_faster_circuit_really_goes_further(agreement: dataset.TaskData) -> No
     paces = []
     for ratio in ("1", "10"):
         reader = small(agreement)
-        optimizer, watch = build_optimizer(reader, {**TRAIN, "ratio": ratio}), CircuitWatch(reader)
-        for step, items in zip(range(10), batches(agreement.train, 16, 0), strict=False):
-            descend(optimizer, reader.loss(items), 1e-3, step, 10, 1.0)
-        paces.append(watch.look(reader)["effective_pace"])
+        optimizer, watch = build_optimizer(reader, {**TRAIN, "ratio": ratio}), CircuitTracker(reader)
+        for step, items in zip(range(10), iter_batches(agreement.train, 16, 0), strict=False):
+            optimizer_step(optimizer, reader.loss(items), 1e-3, step, 10, 1.0)
+        paces.append(watch.metrics(reader)["effective_pace"])
     assert paces[1] > 4 * paces[0]
     assert set(parameter_roles(small(agreement)).values()) >= {"q", "k", "v", "o", "head"}
 
@@ -266,25 +284,25 @@ def test_a_faster_circuit_really_goes_further(agreement: dataset.TaskData) -> No
 def test_bad_questions_are_refused_before_anything_is_written(
     options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    from qkflow.studies.pace import run_study
+    from qkflow.studies.pace import run_pace_study
 
     with pytest.raises(InputError, match=said):
-        run_study(Settings(**{"task": "agreement", **options}), tmp_path / "out")
+        run_pace_study(PaceStudyConfig(**{"task": "agreement", **options}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_is_no_number_is_a_failed_run(agreement: dataset.TaskData) -> None:
     reader = small(agreement)
     with pytest.raises(FloatingPointError, match="not a number at step 0"):
-        descend(build_optimizer(reader, TRAIN), torch.tensor(torch.nan), 1e-3, 0, 10, 1.0)
+        optimizer_step(build_optimizer(reader, TRAIN), torch.tensor(torch.nan), 1e-3, 0, 10, 1.0)
 
 
 # the answer
 
 
-def fake_study(folder: Path, results: dict[str, list[dict[str, Any]]]) -> tuple[StudyFolder, dict[str, Any]]:
+def fake_study(folder: Path, results: dict[str, list[dict[str, Any]]]) -> tuple[StudyDir, dict[str, Any]]:
     """A study's folder with results already in it."""
-    place, runs = StudyFolder(folder), []
+    place, runs = StudyDir(folder), []
     for ratio, by_seed in results.items():
         for seed, result in enumerate(by_seed):
             name = f"r{ratio}.s{seed}"
@@ -293,8 +311,8 @@ def fake_study(folder: Path, results: dict[str, list[dict[str, Any]]]) -> tuple[
             runs.append({"id": name, "cell": f"r={ratio}", "seed": seed})
     question = {"task": "agreement", "as_published": False, "seeds": 3, "confidence": 0.95}
     facts = {"notes": {}, "majority": 0.5, "steps": 1, "train": 1}
-    return place, {"question": question, "command": "", "recipe": {}, "facts": facts, "runs": runs,
-                   "contestants": list(results)}  # fmt: skip
+    return place, {"config": question, "command": "", "recipe": {}, "facts": facts, "runs": runs,
+                   "arms": list(results)}  # fmt: skip
 
 
 def fake_result(mass: float, performance: float, seed: int) -> dict[str, Any]:
@@ -346,13 +364,13 @@ def test_heatmap_shares_sum_to_all_texts_with_a_rationale() -> None:
 def test_the_command_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "study"
     asked = ["pace", "study", "agreement", "--examples", "64", "--test", "30", "--steps", "4", "--seeds", "1",
-             "--measured", "5", "--width", "16", "--out", str(out), "--json"]  # fmt: skip
-    assert main.run([*asked, "--ratios", "1"]) == 0
+             "--measured", "5", "--dim", "16", "--out", str(out), "--json"]  # fmt: skip
+    assert main.dispatch([*asked, "--ratios", "1"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["runs"] == {"planned": 1, "finished": 1, "failures": []}
     (finished,) = (out / "runs").iterdir()
     before = (finished / "result.json").stat().st_mtime_ns
-    assert main.run([*asked, "--ratios", "1,10"]) == 0
+    assert main.dispatch([*asked, "--ratios", "1,10"]) == 0
     second = json.loads(capsys.readouterr().out)
     assert (finished / "result.json").stat().st_mtime_ns == before, "a finished run is not repeated"
     assert [row["ratio"] for row in second["rows"]] == ["1", "10"]
@@ -363,19 +381,21 @@ def test_the_command_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "http://" not in page.split("<script>")[0]
     assert 'id="heatmap-0"' in page
     assert json.loads((out / "summary.json").read_text())["headline"] == second["headline"]
-    assert main.run(["report", str(out)]) == 0
+    assert main.dispatch(["report", str(out)]) == 0
     assert "published, faster" in capsys.readouterr().out
     with pytest.raises(InputError, match="holds a study with steps 4, not 5"):
-        main.run([*asked[:8], "5", *asked[9:]])
+        main.dispatch([*asked[:8], "5", *asked[9:]])
 
 
 def test_a_run_alone_squad_as_published(tmp_path: Path) -> None:
-    settings = Settings("squad", str(squad_file(tmp_path)), as_published=True, seeds=1, width=24, layers=1,
+    settings = PaceStudyConfig("squad", str(squad_file(tmp_path)), as_published=True, seeds=1, dim=24, n_layers=1,
                         measured=3)  # fmt: skip
-    chosen = settings.recipe()
-    data = dataset.prepare("squad", settings.source, chosen, dataset.Wanted.of(settings))
-    file = dataset.save(data, tmp_path)
-    for run in plan(settings, chosen, file, data, 3):
+    chosen = settings.resolve_recipe()
+    data = dataset.prepare_task_data(
+        "squad", settings.source, chosen, dataset.DataLimits.from_config(settings)
+    )
+    file = dataset.save_task_data(data, tmp_path)
+    for run in plan_runs(settings, chosen, file, data, 3):
         folder = tmp_path / "runs" / run.id
         folder.mkdir(parents=True)
         result = train_and_measure(folder, json.loads(json.dumps(run.config)))
@@ -386,5 +406,5 @@ def test_a_run_alone_squad_as_published(tmp_path: Path) -> None:
 
 
 def test_every_task_has_a_recipe() -> None:
-    assert set(AS_PUBLISHED) <= set(RECIPES)
-    assert all("1" in chosen.ratios for chosen in (*RECIPES.values(), *AS_PUBLISHED.values()))
+    assert set(PUBLISHED_RECIPES) <= set(RECIPES)
+    assert all("1" in chosen.ratios for chosen in (*RECIPES.values(), *PUBLISHED_RECIPES.values()))

@@ -17,14 +17,14 @@ import pytest
 
 import toy_study
 from qkflow.studies import compare
-from qkflow.studies.grid import Run
-from qkflow.studies.runner.engines import BUSY, LocalEngine
-from qkflow.studies.runner.execution import Watched
-from qkflow.studies.runner.study_dir import RunFolder
+from qkflow.studies.grid import RunSpec
+from qkflow.studies.runner.engines import RUN_LOCKED, LocalEngine
+from qkflow.studies.runner.execution import RunTracker
+from qkflow.studies.runner.study_dir import RunDir
 from toy_study import TOY
 
 # Twenty steps of a tenth of a second each: long enough to be interrupted, for sure.
-ASK = {"variants": "sleepy", "starts": "gpt2", "seeds": 1, "verdict": False, "jobs": 2}
+ASK = {"variants": "sleepy", "inits": "gpt2", "seeds": 1, "verdict": False, "jobs": 2}
 SCRIPT = """
 import json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is deaf to it
@@ -68,7 +68,7 @@ def slow_runs(folder: Path) -> list[Path]:
 
 
 def steps(run: Path) -> int:
-    rows = RunFolder(run).metrics().get("train", [])
+    rows = RunDir(run).metrics().get("train", [])
     return rows[-1]["step"] if rows else 0
 
 
@@ -132,7 +132,7 @@ def test_killed_with_its_workers_it_goes_on_from_their_last_checkpoints(
 def test_a_busy_run_is_not_started_twice(tmp_path: Path) -> None:
     engine = LocalEngine((sys.executable, "-c", "import time; time.sleep(30)"))
     first = engine.start(tmp_path, 0)
-    assert engine.start(tmp_path, 1).poll() == BUSY
+    assert engine.start(tmp_path, 1).poll() == RUN_LOCKED
     first.kill()
     third = engine.start(tmp_path, 0)
     assert third.poll() is None
@@ -144,23 +144,23 @@ def test_workers_get_their_threads(tmp_path: Path) -> None:
     handle = LocalEngine((sys.executable, "-c", code), threads=3).start(tmp_path, 0)
     while handle.poll() is None:
         time.sleep(0.02)
-    assert RunFolder(tmp_path).last_words() == "3 3"
+    assert RunDir(tmp_path).last_log_line() == "3 3"
 
 
-def watched(folder: Path) -> Watched:
-    config = {"train": {"batch": 1}, "data": {"length": 10}}
-    return Watched(Run("compare", "euler@gpt2", 0, 1e-3, 100, config), RunFolder(folder))
+def watched(folder: Path) -> RunTracker:
+    config = {"train": {"batch_size": 1}, "data": {"seq_len": 10}}
+    return RunTracker(RunSpec("compare", "euler@gpt2", 0, 1e-3, 100, config), RunDir(folder))
 
 
 def test_reads_what_is_appended_even_in_pieces(tmp_path: Path) -> None:
     one = watched(tmp_path)
-    one.look()
+    one.read_new_metrics()
     row = json.dumps({"kind": "train", "step": 3, "tokens": 30, "loss": 2.5, "tokens_per_second": 7.0})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         for piece in (row[:20], row[20:] + "\n", '{"kind": "eval", "step": 4, "tokens": 40, "loss": NaN}\n'):
             file.write(piece)
             file.flush()
-            one.look()
+            one.read_new_metrics()
     assert (one.step, one.tokens, one.loss, one.tokens_per_second) == (4, 40, 2.5, 7.0)
     assert one.time_left() == pytest.approx(60 / 7)
 
@@ -169,7 +169,7 @@ def test_the_later_row_of_a_step_counts_and_a_cut_line_does_not(tmp_path: Path) 
     rows = [{"kind": "eval", "step": s, "loss": loss} for s, loss in ((0, 9.0), (5, 5.0), (5, 4.0))]
     text = "".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "eval", "st'
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert [row["loss"] for row in RunFolder(tmp_path).metrics()["eval"]] == [9.0, 4.0]
+    assert [row["loss"] for row in RunDir(tmp_path).metrics()["eval"]] == [9.0, 4.0]
 
 
 def test_a_killed_worker_is_a_failure_that_says_so(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_a_killed_worker_is_a_failure_that_says_so(tmp_path: Path) -> None:
     handle = LocalEngine((sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL})")).start(
         tmp_path, 0
     )
-    one.begin()
+    one.mark_running()
     while (code := handle.poll()) is None:
         time.sleep(0.02)
-    one.end(code)
-    assert (one.state, one.message) == ("failed", "killed by signal 9")
-    assert one.folder.result() == {"status": "failed", "error": "killed by signal 9"}
+    one.mark_exited(code)
+    assert (one.status, one.message) == ("failed", "killed by signal 9")
+    assert one.run_dir.result() == {"status": "failed", "error": "killed by signal 9"}
     assert os.path.exists(tmp_path / "log.txt")
 
 

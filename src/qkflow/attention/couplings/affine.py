@@ -9,15 +9,15 @@ from qkflow.attention.couplings.affine_step import Network, affine_step
 from qkflow.attention.couplings.at_rest import AtRest, affine_at_rest
 from qkflow.attention.couplings.base import (
     Coupling,
+    FactoryKwargs,
     HeadNetworks,
-    Where,
     check_steps,
     group_mean,
     register,
     repeat_keys,
 )
-from qkflow.attention.heads import Heads
-from qkflow.attention.projections import FactorisedQK
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import FactorizedQK
 from qkflow.errors import InputError
 
 
@@ -38,16 +38,16 @@ class Affine(Coupling):
     good_for = (
         "a model that is already trained: it starts as the identity; composes with differential scoring"
     )
-    identity_at_start = True
+    identity_at_init = True
     invertible = True
 
     def __init__(
         self,
-        heads: Heads,
-        where: Where,
+        heads: HeadShapes,
+        factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
-        hidden: int = 8,
+        hidden_dim: int = 8,
         bound: float = 1.0,
         shared: bool = False,
         bias: bool = False,
@@ -57,20 +57,20 @@ class Affine(Coupling):
             raise InputError(f"the bound of the affine scale must be a positive number, not {bound}")
         self.steps = check_steps(steps)
         self.bound = bound
-        size = heads.size
-        shape = {"out": 2 * size, "shared": shared, "bias": bias, "zero_output": True}
-        self.from_query = HeadNetworks(heads.queries, size, hidden, where, **shape)  # type: ignore[arg-type]
-        self.from_key = HeadNetworks(heads.queries, size, hidden, where, **shape)  # type: ignore[arg-type]
+        size = heads.head_dim
+        shape = {"out_dim": 2 * size, "shared": shared, "bias": bias, "zero_output": True}
+        self.from_query = HeadNetworks(heads.n_q, size, hidden_dim, factory_kwargs, **shape)  # type: ignore[arg-type]
+        self.from_key = HeadNetworks(heads.n_q, size, hidden_dim, factory_kwargs, **shape)  # type: ignore[arg-type]
 
     def _split(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         scale, shift = raw.chunk(2, dim=-1)
         return self.bound * torch.tanh(scale), shift
 
     def _for_key(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return self._split(group_mean(self.from_query(q), self.heads.group))
+        return self._split(group_mean(self.from_query(q), self.head_shapes.group_size))
 
     def _for_query(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self._split(self.from_key(repeat_keys(k, self.heads.group)))
+        return self._split(self.from_key(repeat_keys(k, self.head_shapes.group_size)))
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         from_query, from_key = (Network.of(part, q.dtype) for part in (self.from_query, self.from_key))
@@ -78,7 +78,7 @@ class Affine(Coupling):
             q, k = affine_step(q, k, from_query, from_key, self.bound)
         return q, k
 
-    def at_rest(self, qk: FactorisedQK) -> AtRest:
+    def at_rest(self, qk: FactorizedQK) -> AtRest:
         return affine_at_rest(self, qk)
 
     def idle(self) -> bool:
@@ -102,10 +102,10 @@ class Affine(Coupling):
         return q, k
 
     def extra_parameters(self) -> int:
-        return self.from_query.count() + self.from_key.count()
+        return self.from_query.n_params() + self.from_key.n_params()
 
     def extra_flops(self) -> int:
-        hidden = self.from_query.hidden
+        hidden = self.from_query.hidden_dim
         spoken = hidden + (self.from_query.b2 is not None)
-        per_head = 2 * self.heads.size * (hidden + 2 * spoken)
-        return 2 * self.steps * self.heads.queries * per_head
+        per_head = 2 * self.head_shapes.head_dim * (hidden + 2 * spoken)
+        return 2 * self.steps * self.head_shapes.n_q * per_head

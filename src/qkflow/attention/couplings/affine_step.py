@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qkflow.attention.couplings.base import HeadNetworks
 from qkflow.attention.couplings.fused import Grads, by_head, plain_product
-from qkflow.autograd import ByHand
+from qkflow.autograd import CustomFunction
 
 
 class Network(NamedTuple):
@@ -68,12 +68,12 @@ def affine_step(
     return out
 
 
-class _Step(ByHand):
-    results = 2
-    kept_from = 1  # the moved keys, and `_Half` of both halves
+class _Step(CustomFunction):
+    n_results = 2
+    first_saved_output = 1  # the moved keys, and `_Half` of both halves
 
     @staticmethod
-    def plain(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    def composite(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         from_query, from_key, bound = _read(given)
         k = _plain_half(q, k, from_query, bound)
         return _plain_half(k, q, from_key, bound), k

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.attention.heads import Heads
+from qkflow.attention.heads import HeadShapes
 
 if TYPE_CHECKING:
     from qkflow.attention.couplings.affine import Affine
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from qkflow.attention.couplings.drift import Drift
     from qkflow.attention.couplings.latent import LatentCoupling
     from qkflow.attention.couplings.trajectory import Rule
-    from qkflow.attention.projections import FactorisedQK
+    from qkflow.attention.projections import FactorizedQK
 
 LARGEST_BLOCK_DIAGONAL = 2**15  # numbers; of a larger one, reading the zeros costs too much
 
@@ -38,7 +38,7 @@ class AtRest:
     all there is to do.
     """
 
-    heads: Heads
+    heads: HeadShapes
     projection: Tensor
     bias: Tensor | None
     values: int = field(default=0, kw_only=True)  # rows
@@ -55,7 +55,7 @@ class AtRest:
     @cached_property
     def widths(self) -> tuple[int, int, int, int]:
         """How many numbers of the product are queries, keys, latents and values."""
-        queries, keys = self.heads.queries * self.heads.size, self.heads.keys * self.heads.size
+        queries, keys = self.heads.n_q * self.heads.head_dim, self.heads.n_k * self.heads.head_dim
         return queries, keys, len(self.projection) - queries - keys - self.values, self.values
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ class AtRest:
 
     def _by_group(self, part: Tensor) -> Tensor:
         """The same numbers by group: (G, N, …)."""
-        groups = self.heads.keys
+        groups = self.heads.n_k
         if part.numel() == part.shape[-1]:  # one token
             return part.view(groups, 1, -1)
         return part.view(-1, groups, part.shape[-1] // groups).transpose(0, 1)
@@ -89,7 +89,7 @@ class AsEver(AtRest):
     coupling: Coupling
 
     def within(self, q: Tensor, k: Tensor, latents: Tensor) -> Callable[[], object]:
-        by_head = [part.unflatten(-1, (-1, self.heads.size)) for part in (q, k)]
+        by_head = [part.unflatten(-1, (-1, self.heads.head_dim)) for part in (q, k)]
 
         def run() -> None:
             for part, coupled in zip(by_head, self.coupling(*by_head), strict=True):
@@ -98,18 +98,18 @@ class AsEver(AtRest):
         return run
 
 
-def plain(qk: FactorisedQK) -> tuple[Heads, Tensor, Tensor | None]:
+def plain(qk: FactorizedQK) -> tuple[HeadShapes, Tensor, Tensor | None]:
     """Both projections as one."""
     bias = None if qk.q.bias is None else torch.cat((qk.q.bias, qk.k.bias)).detach()
-    return qk.heads, for_products(torch.cat((qk.q.weight, qk.k.weight))), bias
+    return qk.head_shapes, for_products(torch.cat((qk.q.weight, qk.k.weight))), bias
 
 
 @torch.no_grad()
-def drift_at_rest(coupling: Drift, qk: FactorisedQK) -> AtRest:
+def drift_at_rest(coupling: Drift, qk: FactorizedQK) -> AtRest:
     """The drift is linear, so the product is all there is."""
-    weight, bias = qk.drifted(coupling.steps * coupling.step.per_head())
+    weight, bias = qk.drifted_query_projection(coupling.steps * coupling.step.per_head())
     together = None if bias is None else torch.cat((bias, qk.k.bias))
-    return AtRest(coupling.heads, for_products(torch.cat((weight, qk.k.weight))), together)
+    return AtRest(coupling.head_shapes, for_products(torch.cat((weight, qk.k.weight))), together)
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,17 @@ class LatentAtRest(AtRest):
 
 
 @torch.no_grad()
-def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
-    heads, w = coupling.heads, coupling.weights()
-    rule, groups, size = w.rule, heads.keys, heads.size
+def latent_at_rest(coupling: LatentCoupling, qk: FactorizedQK) -> LatentAtRest:
+    heads, w = coupling.head_shapes, coupling.weights()
+    rule, groups, size = w.rule, heads.n_k, heads.head_dim
     plain, key = (qk.q.weight, qk.q.bias), (qk.k.weight, qk.k.bias)
-    drifted, before = (plain, qk.drifted(-w.total)) if coupling.folded else (qk.drifted(w.total), plain)
+    drifted, before = (
+        (plain, qk.drifted_query_projection(-w.total))
+        if coupling.folded
+        else (qk.drifted_query_projection(w.total), plain)
+    )
 
-    u = _through(w.w1.view(heads.queries, -1, size), *before, groups)
+    u = _through(w.w1.view(heads.n_q, -1, size), *before, groups)
     _add_bias(u, w.b1)
     latents = [u]
     if rule.moves:
@@ -182,7 +186,7 @@ def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
     queries, keys = (_rows(*part, groups) for part in (drifted, key))
     if w.bias is not None and w.pull is not None:  # what b2 does to the end of the path is the same for all
         reach = rule.reach(rule.steps) / rule.steps * w.total[:, None]
-        ends = reach * w.bias.repeat_interleave(heads.group, dim=0)
+        ends = reach * w.bias.repeat_interleave(heads.group_size, dim=0)
         _add_bias(queries, ends.reshape(groups, -1, 1))
         _add_bias(keys, rule.steps * w.bias.unsqueeze(-1))
         if rule.moves == 1:
@@ -194,7 +198,7 @@ def latent_at_rest(coupling: LatentCoupling, qk: FactorisedQK) -> LatentAtRest:
     more = rule.moves > 1
     numbers = torch.arange(rule.moves + 1, device=u.device, dtype=u.dtype)
     reaches = torch.tensor([rule.reach(j) for j in range(rule.moves + 1)], device=u.device, dtype=u.dtype)
-    to_query = w.exit_q.view(groups, heads.group, -1, size).transpose(1, 2).flatten(2)
+    to_query = w.exit_q.view(groups, heads.group_size, -1, size).transpose(1, 2).flatten(2)
     to_key = torch.cat([kick * w.exit_k for kick in rule.kicks()], dim=1)
     small = groups * to_key.numel() <= LARGEST_BLOCK_DIAGONAL
     back = w.mix.transpose(1, 2)
@@ -257,13 +261,13 @@ class AffineAtRest(AtRest):
 
 
 @torch.no_grad()
-def affine_at_rest(coupling: Affine, qk: FactorisedQK) -> AffineAtRest:
-    heads, speaks, hears = coupling.heads, coupling.from_query, coupling.from_key
-    groups, group = heads.keys, heads.group
+def affine_at_rest(coupling: Affine, qk: FactorizedQK) -> AffineAtRest:
+    heads, speaks, hears = coupling.head_shapes, coupling.from_query, coupling.from_key
+    groups, group = heads.n_k, heads.group_size
 
     def by_query(parameter: Tensor) -> Tensor:
         """(H or 1, …) -> (G, R, …)."""
-        return parameter.expand(heads.queries, *parameter.shape[1:]).unflatten(0, (groups, group))
+        return parameter.expand(heads.n_q, *parameter.shape[1:]).unflatten(0, (groups, group))
 
     def row(bias: Tensor | None) -> Tensor | None:
         return None if bias is None else bias.flatten(1).unsqueeze(1)

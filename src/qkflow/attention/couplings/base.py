@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention.couplings.at_rest import AtRest
-from qkflow.attention.heads import Heads
-from qkflow.attention.init import Draw, fill
-from qkflow.attention.projections import FactorisedQK, under_autocast
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.init import ParamSampler, copy_into
+from qkflow.attention.projections import FactorizedQK, is_autocast_enabled
 from qkflow.attention.registry import Registry, Spec
-from qkflow.autograd import looked_into
+from qkflow.autograd import is_transformed
 from qkflow.errors import InputError
 
 LARGEST_AT_REST = 2**22  # weights; above, a second copy of them costs more than small operations do
-Where = dict[str, Any]  # device and dtype, as every torch factory takes them
+FactoryKwargs = dict[str, Any]  # device and dtype, as every torch factory takes them
 KEPT = ("_kept", "_kept_idle")  # beside a module's state
 Made = TypeVar("Made")
 
@@ -34,13 +34,18 @@ class Coupling(nn.Module):
     equation: ClassVar[str]
     citation: ClassVar[str]
     good_for: ClassVar[str]
-    identity_at_start: ClassVar[bool] = False
+    identity_at_init: ClassVar[bool] = False
     invertible: ClassVar[bool] = False
-    aliases: ClassVar[dict[str, str]] = {"n": "steps", "delta": "step", "r": "hidden"}
+    aliases: ClassVar[dict[str, str]] = {
+        "n": "steps",
+        "delta": "step",
+        "r": "hidden_dim",
+        "hidden": "hidden_dim",
+    }
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: HeadShapes) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_shapes = heads
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The fast form."""
@@ -54,48 +59,50 @@ class Coupling(nn.Module):
         """The (q, k) that forward maps to these."""
         raise InputError(f"coupling '{self.name}' has no inverse")
 
-    def from_input(self, x: Tensor, qk: FactorisedQK, in_midst: bool = False) -> tuple[Tensor, Tensor]:
+    def from_input(self, x: Tensor, qk: FactorizedQK, in_midst: bool = False) -> tuple[Tensor, Tensor]:
         """Project tokens x (B, T, width) and couple them, in inference with what was prepared for it."""
         at_rest = self.resting(x, qk, in_midst=in_midst)
         if at_rest is None:
             return self.together(x, qk)
         q, k, _ = at_rest(x)
-        return q.unflatten(-1, (-1, self.heads.size)), k.unflatten(-1, (-1, self.heads.size))
+        return q.unflatten(-1, (-1, self.head_shapes.head_dim)), k.unflatten(
+            -1, (-1, self.head_shapes.head_dim)
+        )
 
     def resting(
-        self, x: Tensor, qk: FactorisedQK, v: nn.Linear | None = None, in_midst: bool = False
+        self, x: Tensor, qk: FactorizedQK, v: nn.Linear | None = None, in_midst: bool = False
     ) -> AtRest | None:
         """What is prepared for tokens like x, if they come in inference and anything can be prepared.
 
         v         what projects the values, if those are wanted too
         in_midst  whether x goes on with a text whose beginning has been read
         """
-        if x.is_meta or not self._may_rest() or under_autocast(x):
+        if x.is_meta or not self._may_rest() or is_autocast_enabled(x):
             return None
         kept: _Kept[AtRest] | None = self.__dict__.get("_kept")
         if kept is None or not kept.holds((self, qk, v), in_midst):
             kept = self._prepare(qk, v)
         return None if kept is None else kept.made
 
-    def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+    def together(self, x: Tensor, qk: FactorizedQK) -> tuple[Tensor, Tensor]:
         """Project and couple while parameters may change; overridden where the two together are cheaper."""
-        self.refuse_offloaded(x, "Block")
+        self.check_not_offloaded(x, "Block")
         out: tuple[Tensor, Tensor] = self(*qk(x, x))
         return out
 
-    def multiplies(self, qk: FactorisedQK) -> bool:
+    def multiplies(self, qk: FactorizedQK) -> bool:
         """Whether products of its weights and these can stand for projecting and coupling."""
         weight = qk.q.weight
-        return qk.plain and next(self.parameters(), weight).dtype == weight.dtype
+        return qk.is_plain and next(self.parameters(), weight).dtype == weight.dtype
 
-    def refuse_offloaded(self, x: Tensor, around: str) -> None:
-        refuse_offloaded(next(self.parameters(), x), x, around)
+    def check_not_offloaded(self, x: Tensor, module_class: str) -> None:
+        check_not_offloaded(next(self.parameters(), x), x, module_class)
 
-    def at_rest(self, qk: FactorisedQK) -> AtRest | None:
+    def at_rest(self, qk: FactorizedQK) -> AtRest | None:
         """Projection and coupling prepared for inference, from the parameters as they are; None: as ever."""
         return None
 
-    def _prepare(self, qk: FactorisedQK, v: nn.Linear | None) -> _Kept[AtRest] | None:
+    def _prepare(self, qk: FactorizedQK, v: nn.Linear | None) -> _Kept[AtRest] | None:
         self._forget()
         if qk.q.weight.numel() > LARGEST_AT_REST or not self.multiplies(qk):
             return None
@@ -113,7 +120,7 @@ class Coupling(nn.Module):
 
     def passes_by(self, in_midst: bool) -> bool:
         """Whether tokens may go on as if this coupling were not there: it is idle, and at rest."""
-        if not self.identity_at_start or not self._may_rest() or "_kept" in self.__dict__:
+        if not self.identity_at_init or not self._may_rest() or "_kept" in self.__dict__:
             return False  # what was prepared was prepared for a coupling that is not idle
         kept: _Kept[bool] | None = self.__dict__.get("_kept_idle")
         if kept is None or not kept.holds((self,), in_midst):
@@ -128,7 +135,7 @@ class Coupling(nn.Module):
         PyTorch's fused optimizers change parameters without a trace, so whatever may belong to training
         (a pass with gradients, a change between train and eval mode) forgets what was kept.
         """
-        if torch.compiler.is_compiling() or looked_into():
+        if torch.compiler.is_compiling() or is_transformed():
             return False
         if torch.is_grad_enabled() or self.training:
             self._forget()
@@ -161,7 +168,7 @@ class Coupling(nn.Module):
         """Floating-point operations of matrix products per token in one forward pass, by formula."""
         return 0
 
-    def fold(self) -> Tensor | None:
+    def take_linear_drift(self) -> Tensor | None:
         """Hand over the linear drift q += amount_h·k and leave it out from now on.
 
         The caller puts the amounts (H,), if there are any, into the projections.
@@ -221,27 +228,29 @@ def _weighed(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return matrix, torch.linspace(1, 2, matrix.shape[1], dtype=exact, device=matrix.device)
 
 
-def refuse_offloaded(weight: Tensor, x: Tensor, around: str) -> None:
+def check_not_offloaded(weight: Tensor, x: Tensor, module_class: str) -> None:
     """Weights that accelerate has put away come back by themselves only for modules that are called."""
     if weight.is_meta and not x.is_meta:
         raise InputError(
-            f"weights that {around} uses are offloaded, and accelerate did not bring them back for this call"
-            f": give it preload_module_classes=['{around}']"
+            f"weights that {module_class} uses are offloaded, and accelerate did not bring them back for this call"
+            f": give it preload_module_classes=['{module_class}']"
         )
 
 
 class StepSize(nn.Module):
     """Δ: one per query head, or one for the layer; learned or fixed."""
 
-    def __init__(self, heads: int, start: float, learned: bool, per: str, where: Where) -> None:
+    def __init__(
+        self, n_heads: int, init_value: float, learned: bool, per: str, factory_kwargs: FactoryKwargs
+    ) -> None:
         super().__init__()
-        if not math.isfinite(start):
-            raise InputError(f"the step size must be a finite number, not {start}")
+        if not math.isfinite(init_value):
+            raise InputError(f"the step size must be a finite number, not {init_value}")
         if per not in ("head", "layer"):
             raise InputError(f"a step size is per 'head' or per 'layer', not '{per}'")
-        self.heads = heads
-        self.start = start
-        value = torch.full((heads if per == "head" else 1,), float(start), **where)
+        self.n_heads = n_heads
+        self.init_value = init_value
+        value = torch.full((n_heads if per == "head" else 1,), float(init_value), **factory_kwargs)
         if learned:
             self.value = nn.Parameter(value)
         else:
@@ -249,13 +258,13 @@ class StepSize(nn.Module):
 
     def per_head(self) -> Tensor:
         """Δ of every query head (H,)."""
-        return self.value.expand(self.heads)
+        return self.value.expand(self.n_heads)
 
-    def count(self) -> int:
+    def n_params(self) -> int:
         return self.value.numel() if isinstance(self.value, nn.Parameter) else 0
 
-    def start_parameters(self, draw: Draw) -> None:
-        nn.init.constant_(self.value, self.start)
+    def init_parameters(self, sampler: ParamSampler) -> None:
+        nn.init.constant_(self.value, self.init_value)
 
 
 class HeadNetworks(nn.Module):
@@ -266,25 +275,30 @@ class HeadNetworks(nn.Module):
 
     def __init__(
         self,
-        heads: int,
-        size: int,
-        hidden: int,
-        where: Where,
+        n_heads: int,
+        head_dim: int,
+        hidden_dim: int,
+        factory_kwargs: FactoryKwargs,
         *,
-        out: int | None = None,
+        out_dim: int | None = None,
         shared: bool = False,
         bias: bool = False,
         zero_output: bool = False,
     ) -> None:
         super().__init__()
-        if hidden < 1:
-            raise InputError(f"the hidden size of a coupling network must be at least 1, not {hidden}")
-        count, out = 1 if shared else heads, out or size
-        self.heads, self.hidden, self.out, self.zero_output = heads, hidden, out, zero_output
-        self.w1 = nn.Parameter(torch.empty(count, hidden, size, **where))
-        self.w2 = nn.Parameter(torch.empty(count, out, hidden, **where))
-        self.b1 = nn.Parameter(torch.empty(count, hidden, **where)) if bias else None
-        self.b2 = nn.Parameter(torch.empty(count, out, **where)) if bias else None
+        if hidden_dim < 1:
+            raise InputError(f"the hidden size of a coupling network must be at least 1, not {hidden_dim}")
+        count, out_dim = 1 if shared else n_heads, out_dim or head_dim
+        self.n_heads, self.hidden_dim, self.out_dim, self.zero_output = (
+            n_heads,
+            hidden_dim,
+            out_dim,
+            zero_output,
+        )
+        self.w1 = nn.Parameter(torch.empty(count, hidden_dim, head_dim, **factory_kwargs))
+        self.w2 = nn.Parameter(torch.empty(count, out_dim, hidden_dim, **factory_kwargs))
+        self.b1 = nn.Parameter(torch.empty(count, hidden_dim, **factory_kwargs)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(count, out_dim, **factory_kwargs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """The textbook form on (B, T, H, D)."""
@@ -296,20 +310,22 @@ class HeadNetworks(nn.Module):
 
     def per_head(self, parameter: Tensor) -> Tensor:
         return (
-            parameter if len(parameter) == self.heads else parameter.expand(self.heads, *parameter.shape[1:])
+            parameter
+            if len(parameter) == self.n_heads
+            else parameter.expand(self.n_heads, *parameter.shape[1:])
         )
 
-    def count(self) -> int:
+    def n_params(self) -> int:
         count, hidden, size = self.w1.shape
-        biases = hidden + self.out if self.b1 is not None else 0
-        return count * (hidden * (size + self.out) + biases)
+        biases = hidden + self.out_dim if self.b1 is not None else 0
+        return count * (hidden * (size + self.out_dim) + biases)
 
-    def start_parameters(self, draw: Draw) -> None:
-        fill(self.w1, draw.matrix("w1", self.w1.shape, self.w1.shape[-1]))
+    def init_parameters(self, sampler: ParamSampler) -> None:
+        copy_into(self.w1, sampler.matrix("w1", self.w1.shape, self.w1.shape[-1]))
         if self.zero_output:
             nn.init.zeros_(self.w2)
         else:
-            fill(self.w2, draw.matrix("w2", self.w2.shape, self.hidden))
+            copy_into(self.w2, sampler.matrix("w2", self.w2.shape, self.hidden_dim))
         for bias in (self.b1, self.b2):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -325,13 +341,13 @@ def group_mean(force: Tensor, group: int) -> Tensor:
     return force if group == 1 else force.unflatten(2, (-1, group)).mean(dim=3)
 
 
-def add_drift(q: Tensor, k: Tensor, amount: Tensor) -> Tensor:
+def add_drift(q: Tensor, k: Tensor, drift: Tensor) -> Tensor:
     """q + amount_h·k, one amount a query head."""
-    group, amount = q.shape[2] // k.shape[2], amount.to(q.dtype)
+    group, drift = q.shape[2] // k.shape[2], drift.to(q.dtype)
     if group == 1:
-        return torch.addcmul(q, k, amount[:, None])
+        return torch.addcmul(q, k, drift[:, None])
     grouped = q.unflatten(2, (-1, group))
-    return torch.addcmul(grouped, k.unsqueeze(3), amount.view(-1, group, 1)).flatten(2, 3)
+    return torch.addcmul(grouped, k.unsqueeze(3), drift.view(-1, group, 1)).flatten(2, 3)
 
 
 def check_steps(steps: int) -> int:
@@ -348,5 +364,5 @@ check = _REGISTRY.check
 options = _REGISTRY.options
 
 
-def build(spec: str | Spec, heads: Heads, where: Where | None = None) -> Coupling:
-    return _REGISTRY.build(spec, heads, where or {})
+def build(spec: str | Spec, heads: HeadShapes, factory_kwargs: FactoryKwargs | None = None) -> Coupling:
+    return _REGISTRY.build(spec, heads, factory_kwargs or {})

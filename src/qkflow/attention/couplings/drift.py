@@ -8,15 +8,15 @@ from torch import Tensor
 from qkflow.attention.couplings.at_rest import AtRest, drift_at_rest
 from qkflow.attention.couplings.base import (
     Coupling,
+    FactoryKwargs,
     StepSize,
-    Where,
     add_drift,
     check_steps,
     register,
     repeat_keys,
 )
-from qkflow.attention.heads import Heads
-from qkflow.attention.projections import FactorisedQK
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import FactorizedQK
 
 
 @register
@@ -36,8 +36,8 @@ class Drift(Coupling):
 
     def __init__(
         self,
-        heads: Heads,
-        where: Where,
+        heads: HeadShapes,
+        factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
         step: float = 0.1,
@@ -46,37 +46,37 @@ class Drift(Coupling):
     ) -> None:
         super().__init__(heads)
         self.steps = check_steps(steps)
-        self.step = StepSize(heads.queries, step, learn_step, step_per, where)
+        self.step = StepSize(heads.n_q, step, learn_step, step_per, factory_kwargs)
 
     @property
     def symplectic(self) -> bool:
-        return self.heads.group == 1  # a shear
+        return self.head_shapes.group_size == 1  # a shear
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return add_drift(q, k, self.steps * self.step.per_head()), k
 
-    def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+    def together(self, x: Tensor, qk: FactorizedQK) -> tuple[Tensor, Tensor]:
         few = x.shape[0] * x.shape[1] < qk.q.out_features
         if few or not self.multiplies(qk):
             return super().together(x, qk)  # few tokens do not pay for a sum of weights
-        weight, bias = qk.drifted(self.steps * self.step.per_head())
-        q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
-        return q, qk.keys(x)
+        weight, bias = qk.drifted_query_projection(self.steps * self.step.per_head())
+        q = F.linear(x, weight, bias).unflatten(-1, (self.head_shapes.n_q, self.head_shapes.head_dim))
+        return q, qk.project_keys(x)
 
-    def at_rest(self, qk: FactorisedQK) -> AtRest:
+    def at_rest(self, qk: FactorizedQK) -> AtRest:
         return drift_at_rest(self, qk)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         delta = self.step.per_head()[:, None]
         for _ in range(self.steps):
-            q = q + delta * repeat_keys(k, self.heads.group)
+            q = q + delta * repeat_keys(k, self.head_shapes.group_size)
         return q, k
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return add_drift(q, k, -self.steps * self.step.per_head()), k
 
     def extra_parameters(self) -> int:
-        return self.step.count()
+        return self.step.n_params()
 
-    def fold(self) -> Tensor:
+    def take_linear_drift(self) -> Tensor:
         return self.steps * self.step.per_head().detach()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkflow.attention.couplings.base import (
+    FactoryKwargs,
     HeadNetworks,
     StepSize,
-    Where,
     group_mean,
     register,
     repeat_keys,
 )
 from qkflow.attention.couplings.latent import Force, LatentCoupling
-from qkflow.attention.heads import Heads
+from qkflow.attention.heads import HeadShapes
 
 
 @register
@@ -31,28 +31,30 @@ class Euler(LatentCoupling):
 
     def __init__(
         self,
-        heads: Heads,
-        where: Where,
+        heads: HeadShapes,
+        factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
         step: float = 0.1,
         learn_step: bool = True,
         step_per: str = "head",
-        hidden: int = 8,
+        hidden_dim: int = 8,
         shared: bool = False,
         bias: bool = False,
         folded: bool = False,
     ) -> None:
-        super().__init__(heads, steps, StepSize(heads.queries, step, learn_step, step_per, where), folded)
+        super().__init__(
+            heads, steps, StepSize(heads.n_q, step, learn_step, step_per, factory_kwargs), folded
+        )
         self.network: HeadNetworks = HeadNetworks(
-            heads.queries, heads.size, hidden, where, shared=shared, bias=bias
+            heads.n_q, heads.head_dim, hidden_dim, factory_kwargs, shared=shared, bias=bias
         )
 
     def force(self) -> Force:
         return network_force(self.network)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        group, delta = self.heads.group, self.step.per_head()[:, None]
+        group, delta = self.head_shapes.group_size, self.step.per_head()[:, None]
         if self.folded:
             q = q - self.steps * delta * repeat_keys(k, group)
         for _ in range(self.steps):

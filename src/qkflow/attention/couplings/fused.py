@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qkflow.attention.couplings.base import add_drift
 from qkflow.attention.couplings.trajectory import Path, Rule, adjoint, walk
-from qkflow.autograd import ByHand
+from qkflow.autograd import CustomFunction
 
 if TYPE_CHECKING:
     from qkflow.attention.couplings.latent import Weights
@@ -73,12 +73,12 @@ def _per_group(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.unflatten(0, (-1, group)).sum(1)
 
 
-class _Enter(ByHand):
+class _Enter(CustomFunction):
     @staticmethod
-    def plain(x: Tensor, w1: Tensor) -> Tensor:
+    def composite(x: Tensor, w1: Tensor) -> Tensor:
         return torch.bmm(w1, by_head(x).transpose(1, 2))
 
-    forward = plain
+    forward = composite
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -90,9 +90,9 @@ class _Enter(ByHand):
         return plain_product(grads[0], w1, x), torch.bmm(grads[0], by_head(x))
 
 
-class _AddLowRank(ByHand):
+class _AddLowRank(CustomFunction):
     @staticmethod
-    def plain(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
+    def composite(base: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
         return base + plain_product(coefficients, rows, base)
 
     @staticmethod
@@ -139,11 +139,11 @@ class _Given(NamedTuple):
         return walk(self.rule, u, self.rows * w if w is not None else None, self.mix, self.pull)
 
 
-class _Couple(ByHand):
-    results = kept_from = 2
+class _Couple(CustomFunction):
+    n_results = first_saved_output = 2
 
     @staticmethod
-    def plain(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    def composite(q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         g = _Given(*given)
         path = g.path(*g.entries(q, k))
         q_out = q if g.folded else add_drift(q, k, g.total)

@@ -29,8 +29,8 @@ from qkflow.attention.couplings.at_rest import AtRest, latent_at_rest
 from qkflow.attention.couplings.base import Coupling, StepSize, check_steps
 from qkflow.attention.couplings.fused import add_low_rank, couple
 from qkflow.attention.couplings.trajectory import Activation, Rule, Scheme, walk
-from qkflow.attention.heads import Heads
-from qkflow.attention.projections import FactorisedQK
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import FactorizedQK
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Weights:
 class Network(Protocol):
     """What a force is made of."""
 
-    hidden: int
+    hidden_dim: int
 
-    def count(self) -> int:
+    def n_params(self) -> int:
         """The number of its parameters."""
         ...
 
@@ -83,7 +83,7 @@ class LatentCoupling(Coupling):
     scheme: Scheme
     network: Network
 
-    def __init__(self, heads: Heads, steps: int, step: StepSize, folded: bool) -> None:
+    def __init__(self, heads: HeadShapes, steps: int, step: StepSize, folded: bool) -> None:
         super().__init__(heads)
         self.steps, self.step = check_steps(steps), step
         self.folded = False  # whether q arrives as q + nΔk: the drift sits in the projection
@@ -98,7 +98,7 @@ class LatentCoupling(Coupling):
         q, k = couple(q, k, weights, self.folded)
         return self._add_bias(q, k, weights)
 
-    def together(self, x: Tensor, qk: FactorisedQK) -> tuple[Tensor, Tensor]:
+    def together(self, x: Tensor, qk: FactorizedQK) -> tuple[Tensor, Tensor]:
         """The coupled (q, k) of tokens x (B, T, width), through products of weights where those are cheaper.
 
         q + nΔ·k comes out of one product with W_Q + nΔ·W_K, and u out of one with W1·W_Q: no pass over q or
@@ -109,15 +109,15 @@ class LatentCoupling(Coupling):
         if self.folded or self._needs_key_latent() or few or not self.multiplies(qk):
             return super().together(x, qk)
         weights = self.weights()
-        weight, bias = qk.drifted(weights.total)
-        q = F.linear(x, weight, bias).unflatten(-1, (self.heads.queries, self.heads.size))
+        weight, bias = qk.drifted_query_projection(weights.total)
+        q = F.linear(x, weight, bias).unflatten(-1, (self.head_shapes.n_q, self.head_shapes.head_dim))
         entry, entry_bias = self._entry(qk, weights, qk.q.weight, qk.q.bias)
         latent = entry @ x.flatten(0, 1).t()
         u, _ = self._latents(latent if entry_bias is None else latent + entry_bias, weights)
         path = walk(weights.rule, u, None, weights.mix, weights.pull)  # one step: A stays zero, mix unused
-        return self._add_bias(q, add_low_rank(qk.keys(x), path.beta, weights.exit_k), weights)
+        return self._add_bias(q, add_low_rank(qk.project_keys(x), path.beta, weights.exit_k), weights)
 
-    def fold(self) -> Tensor | None:
+    def take_linear_drift(self) -> Tensor | None:
         if self.folded:
             return None
         self._mark_folded()
@@ -130,17 +130,17 @@ class LatentCoupling(Coupling):
         self.register_buffer("drift_is_folded", torch.ones((), device=self.step.value.device))
 
     def extra_parameters(self) -> int:
-        return self.network.count() + self.step.count()
+        return self.network.n_params() + self.step.n_params()
 
     def extra_flops(self) -> int:
-        return trajectory_flops(self.heads, self.network.hidden, self.steps, self.scheme)
+        return trajectory_flops(self.head_shapes, self.network.hidden_dim, self.steps, self.scheme)
 
-    def at_rest(self, qk: FactorisedQK) -> AtRest:
+    def at_rest(self, qk: FactorizedQK) -> AtRest:
         return latent_at_rest(self, qk)
 
     def _latents(self, rows: Tensor, weights: Weights) -> tuple[Tensor, Tensor | None]:
         """u and, where it is needed, the drift Δ·w, each (G, ρ, N), from the rows (…, N) of `_entry`."""
-        u, *w = rows.unflatten(0, (-1, self.heads.keys, weights.w1.shape[1])).unbind()
+        u, *w = rows.unflatten(0, (-1, self.head_shapes.n_k, weights.w1.shape[1])).unbind()
         if weights.b1 is not None:
             u = u + weights.b1
         return u, weights.rows * w[0] if w else None
@@ -149,31 +149,33 @@ class LatentCoupling(Coupling):
         if weights.bias is None:
             return q, k
         reach = weights.rule.reach(self.steps) / self.steps * weights.total[:, None]
-        to_q = reach * weights.bias.repeat_interleave(self.heads.group, dim=0)
+        to_q = reach * weights.bias.repeat_interleave(self.head_shapes.group_size, dim=0)
         return q + to_q.to(q.dtype), k + (self.steps * weights.bias).to(k.dtype)
 
     def _needs_key_latent(self) -> bool:
         return self.scheme == "leapfrog" or self.steps > 1
 
     def _entry(
-        self, qk: FactorisedQK, weights: Weights, w_q: Tensor, b_q: Tensor | None
+        self, qk: FactorizedQK, weights: Weights, w_q: Tensor, b_q: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Rows W1·W_Q, then W1·W_K where needed, and their biases as a column."""
-        heads = self.heads
-        per_query = weights.w1.view(heads.queries, -1, heads.size)
+        heads = self.head_shapes
+        per_query = weights.w1.view(heads.n_q, -1, heads.head_dim)
         parts = [(per_query, w_q, b_q)]
         if self._needs_key_latent():
             parts.append((weights.w1, qk.k.weight, qk.k.bias))
-        rows = [(w1 @ w.view(len(w1), heads.size, -1)).flatten(0, 1) for w1, w, _ in parts]
-        biases = [(w1 @ b.view(len(w1), heads.size, 1)).flatten(0, 1) for w1, _, b in parts if b is not None]
+        rows = [(w1 @ w.view(len(w1), heads.head_dim, -1)).flatten(0, 1) for w1, w, _ in parts]
+        biases = [
+            (w1 @ b.view(len(w1), heads.head_dim, 1)).flatten(0, 1) for w1, _, b in parts if b is not None
+        ]
         return torch.cat(rows), torch.cat(biases) if biases else None
 
     def weights(self) -> Weights:
-        heads, force, delta = self.heads, self.force(), self.step.per_head()
-        keys, group, hidden = heads.keys, heads.group, force.w1.shape[1]
-        w1 = force.w1.reshape(keys, group * hidden, heads.size)
+        heads, force, delta = self.head_shapes, self.force(), self.step.per_head()
+        keys, group, hidden = heads.n_k, heads.group_size, force.w1.shape[1]
+        w1 = force.w1.reshape(keys, group * hidden, heads.head_dim)
         exit_k = (force.w2 * (delta / group)[:, None, None]).transpose(1, 2)
-        exit_k = exit_k.reshape(keys, group * hidden, heads.size)
+        exit_k = exit_k.reshape(keys, group * hidden, heads.head_dim)
         rows = delta[:, None].expand(-1, hidden).reshape(keys, -1, 1)
         bias = pull = None
         if force.b2 is not None:
@@ -193,12 +195,12 @@ class LatentCoupling(Coupling):
         )
 
 
-def trajectory_flops(heads: Heads, hidden: int, steps: int, scheme: Scheme) -> int:
+def trajectory_flops(heads: HeadShapes, hidden: int, steps: int, scheme: Scheme) -> int:
     """Products per token of `forward`: entries, steps, exits."""
-    latent = heads.group * hidden  # of one key head
-    thin = 2 * heads.keys * latent * heads.size  # one D-to-latent product over all heads
+    latent = heads.group_size * hidden  # of one key head
+    thin = 2 * heads.n_k * latent * heads.head_dim  # one D-to-latent product over all heads
     single = scheme == "euler" and steps == 1
     mixes = max(steps - 2, 0) if scheme == "euler" else steps
     entries = thin if single else 2 * thin
-    exits = thin if single else thin + heads.group * thin
-    return entries + mixes * 2 * heads.keys * latent * latent + exits
+    exits = thin if single else thin + heads.group_size * thin
+    return entries + mixes * 2 * heads.n_k * latent * latent + exits

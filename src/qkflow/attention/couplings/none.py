@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from qkflow.attention.couplings.at_rest import AtRest, plain
-from qkflow.attention.couplings.base import Coupling, Where, register
-from qkflow.attention.heads import Heads
-from qkflow.attention.projections import FactorisedQK
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import FactorizedQK
 
 
 @register
@@ -18,23 +18,23 @@ class NoCoupling(Coupling):
     equation = "q ← q ; k ← k"
     citation = "Vaswani et al. 2017, arXiv 1706.03762"
     good_for = "the baseline"
-    identity_at_start = True
+    identity_at_init = True
     invertible = True
 
-    def __init__(self, heads: Heads, where: Where) -> None:
+    def __init__(self, heads: HeadShapes, factory_kwargs: FactoryKwargs) -> None:
         super().__init__(heads)
 
     @property
     def symplectic(self) -> bool:
-        return self.heads.group == 1
+        return self.head_shapes.group_size == 1
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
-    def from_input(self, x: Tensor, qk: FactorisedQK, in_midst: bool = False) -> tuple[Tensor, Tensor]:
+    def from_input(self, x: Tensor, qk: FactorizedQK, in_midst: bool = False) -> tuple[Tensor, Tensor]:
         return qk(x, x)
 
-    def at_rest(self, qk: FactorisedQK) -> AtRest:
+    def at_rest(self, qk: FactorizedQK) -> AtRest:
         return AtRest(*plain(qk))
 
     def idle(self) -> bool:

@@ -6,9 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.attention.couplings.base import Coupling, HeadNetworks, StepSize, Where, check_steps, register
+from qkflow.attention.couplings.base import (
+    Coupling,
+    FactoryKwargs,
+    HeadNetworks,
+    StepSize,
+    check_steps,
+    register,
+)
 from qkflow.attention.couplings.fused import add_low_rank, enter
-from qkflow.attention.heads import Heads
+from qkflow.attention.heads import HeadShapes
 
 
 @register
@@ -25,28 +32,32 @@ class Uncoupled(Coupling):
 
     def __init__(
         self,
-        heads: Heads,
-        where: Where,
+        heads: HeadShapes,
+        factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
         step: float = 0.1,
         learn_step: bool = True,
         step_per: str = "head",
-        hidden: int = 8,
+        hidden_dim: int = 8,
         shared: bool = False,
         bias: bool = False,
     ) -> None:
         super().__init__(heads)
         self.steps = check_steps(steps)
-        queries, keys = heads.queries, heads.keys
-        matched = max(1, round(hidden * queries / (queries + keys)))
-        self.step = StepSize(queries, step, learn_step, step_per, where)
-        self.query_network = HeadNetworks(queries, heads.size, matched, where, shared=shared, bias=bias)
-        self.key_network = HeadNetworks(keys, heads.size, matched, where, shared=shared, bias=bias)
+        queries, keys = heads.n_q, heads.n_k
+        matched = max(1, round(hidden_dim * queries / (queries + keys)))
+        self.step = StepSize(queries, step, learn_step, step_per, factory_kwargs)
+        self.query_network = HeadNetworks(
+            queries, heads.head_dim, matched, factory_kwargs, shared=shared, bias=bias
+        )
+        self.key_network = HeadNetworks(
+            keys, heads.head_dim, matched, factory_kwargs, shared=shared, bias=bias
+        )
 
     def _key_step(self) -> Tensor:
         """Δ of each key head: its group's mean."""
-        return self.step.per_head().view(self.heads.keys, self.heads.group).mean(dim=1)
+        return self.step.per_head().view(self.head_shapes.n_k, self.head_shapes.group_size).mean(dim=1)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (
@@ -61,12 +72,12 @@ class Uncoupled(Coupling):
         return q, k
 
     def extra_parameters(self) -> int:
-        return self.query_network.count() + self.key_network.count() + self.step.count()
+        return self.query_network.n_params() + self.key_network.n_params() + self.step.n_params()
 
     def extra_flops(self) -> int:
-        hidden = self.query_network.hidden
-        per_head = 4 * hidden * self.heads.size + (self.steps - 1) * 2 * hidden * hidden
-        return (self.heads.queries + self.heads.keys) * per_head
+        hidden = self.query_network.hidden_dim
+        per_head = 4 * hidden * self.head_shapes.head_dim + (self.steps - 1) * 2 * hidden * hidden
+        return (self.head_shapes.n_q + self.head_shapes.n_k) * per_head
 
 
 def _flow(x: Tensor, network: HeadNetworks, delta: Tensor, steps: int) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.attention.heads import Heads
+from qkflow.attention.heads import HeadShapes
 from qkflow.attention.masks import Mask
 from qkflow.attention.registry import Registry, Spec
 
-Where = dict[str, Any]
+FactoryKwargs = dict[str, Any]
 
 
 class Scoring(nn.Module):
@@ -28,7 +28,7 @@ class Scoring(nn.Module):
     aliases: ClassVar[dict[str, str]] = {}
 
     @staticmethod
-    def heads(heads: int, kv_heads: int, size: int) -> Heads:
+    def head_shapes(n_heads: int, n_kv_heads: int, head_dim: int) -> HeadShapes:
         """The heads this scoring needs where standard attention would have `heads` of `size`."""
         raise NotImplementedError
 
@@ -49,7 +49,7 @@ class Scoring(nn.Module):
         return 0
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
     """PyTorch's fused attention on (B, T, H, D) tensors; key heads shared by contiguous groups."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -64,15 +64,15 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: fl
     return out.transpose(1, 2)
 
 
-def weights(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
     """softmax(scale·q·kᵀ) over the visible keys: (B, H, T, S)."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
-    visible = mask.matrix(q.shape[1], k.shape[1], q.device)
+    visible = mask.to_bool(q.shape[1], k.shape[1], q.device)
     return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
 
 
-def gather(weight: Tensor, v: Tensor) -> Tensor:
+def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
     """Weights (B, H, T, S) times values (B, S, Gv, Dv): (B, T, H, Dv)."""
     v = v.repeat_interleave(weight.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weight, v)
@@ -85,5 +85,7 @@ get = _REGISTRY.get
 check = _REGISTRY.check
 
 
-def build(spec: str | Spec, heads: Heads, width: int, layer: int, where: Where | None = None) -> Scoring:
-    return _REGISTRY.build(spec, heads, width, layer, where or {})
+def build(
+    spec: str | Spec, heads: HeadShapes, dim: int, layer_idx: int, factory_kwargs: FactoryKwargs | None = None
+) -> Scoring:
+    return _REGISTRY.build(spec, heads, dim, layer_idx, factory_kwargs or {})

@@ -8,10 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.attention.heads import Heads
-from qkflow.attention.init import Draw, fill
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.init import ParamSampler, copy_into
 from qkflow.attention.masks import Mask
-from qkflow.attention.scorings.base import Scoring, Where, fused, gather, register, weights
+from qkflow.attention.scorings.base import (
+    FactoryKwargs,
+    Scoring,
+    attention_weights,
+    register,
+    sdpa,
+    weighted_sum,
+)
 from qkflow.errors import InputError
 
 
@@ -31,21 +38,21 @@ class Differential(Scoring):
     good_for = "noise cancelling; the peer that couplings are compared with"
     eps = 1e-5
 
-    def __init__(self, heads: Heads, width: int, layer: int, where: Where) -> None:
+    def __init__(self, heads: HeadShapes, width: int, layer: int, where: FactoryKwargs) -> None:
         super().__init__()
-        self.group = heads.group
+        self.group = heads.group_size
         self.layer_start = 0.8 - 0.6 * math.exp(-0.3 * layer)
         exact = {**where, "dtype": torch.promote_types(where.get("dtype") or torch.float32, torch.float32)}
-        self.vectors = nn.Parameter(torch.empty(4, heads.size, **exact))  # λq1, λk1, λq2, λk2
-        self.norm = nn.Parameter(torch.empty(heads.output_size, **where))
+        self.vectors = nn.Parameter(torch.empty(4, heads.head_dim, **exact))  # λq1, λk1, λq2, λk2
+        self.norm = nn.Parameter(torch.empty(heads.out_head_dim, **where))
 
     @staticmethod
-    def heads(heads: int, kv_heads: int, size: int) -> Heads:
+    def head_shapes(heads: int, kv_heads: int, size: int) -> HeadShapes:
         if heads % 2 or kv_heads % 2:
             raise InputError(
                 f"differential scoring pairs heads: {heads} heads and {kv_heads} key/value heads must be even"
             )
-        return Heads(heads, kv_heads, kv_heads // 2, size, 2 * size, heads // 2, 2 * size)
+        return HeadShapes(heads, kv_heads, kv_heads // 2, size, 2 * size, heads // 2, 2 * size)
 
     def strength(self) -> Tensor:
         """λ."""
@@ -69,17 +76,17 @@ class Differential(Scoring):
         size = v.shape[-1] - q.shape[-1]
         q, k = F.pad(q, (0, size)), F.pad(k, (0, size))
         v = v.repeat_interleave(2, dim=2)  # both sub-heads gather the same values
-        return self._normalise(self._subtract(fused(q, k, v, mask, scale, dropout), dim=2))
+        return self._normalise(self._subtract(sdpa(q, k, v, mask, scale, dropout), dim=2))
 
     def reference(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        weight = self._subtract(weights(q, k, mask, scale), dim=1)
-        return self._normalise(gather(weight, v)), weight
+        weight = self._subtract(attention_weights(q, k, mask, scale), dim=1)
+        return self._normalise(weighted_sum(weight, v)), weight
 
     def extra_parameters(self) -> int:
         return self.vectors.numel() + self.norm.numel()
 
-    def start_parameters(self, draw: Draw) -> None:
-        fill(self.vectors, draw.normal("vectors", self.vectors.shape, 0.1))
+    def start_parameters(self, draw: ParamSampler) -> None:
+        copy_into(self.vectors, draw.normal("vectors", self.vectors.shape, 0.1))
         nn.init.ones_(self.norm)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.heads import Heads
-from qkflow.attention.init import Draw
+from qkflow.attention.heads import HeadShapes
+from qkflow.attention.init import ParamSampler
 from qkflow.attention.masks import Mask
 from qkflow.attention.scorings import paired
-from qkflow.attention.scorings.base import Scoring, Where, fused, gather, register, weights
+from qkflow.attention.scorings.base import (
+    FactoryKwargs,
+    Scoring,
+    attention_weights,
+    register,
+    sdpa,
+    weighted_sum,
+)
 
 
 @register
@@ -24,33 +31,33 @@ class DifferentialV2(Scoring):
     citation = "Ye et al., differential transformer V2 (the authors' later code)"
     good_for = "differential attention at the decoding cost of the baseline's cache"
 
-    def __init__(self, heads: Heads, width: int, layer: int, where: Where) -> None:
+    def __init__(self, heads: HeadShapes, width: int, layer: int, where: FactoryKwargs) -> None:
         super().__init__()
-        self.strength = nn.Linear(width, heads.outputs, bias=False, **where)
+        self.strength = nn.Linear(width, heads.n_out, bias=False, **where)
 
     @staticmethod
-    def heads(heads: int, kv_heads: int, size: int) -> Heads:
-        return Heads(2 * heads, kv_heads, kv_heads, size, size, heads, size)
+    def head_shapes(heads: int, kv_heads: int, size: int) -> HeadShapes:
+        return HeadShapes(2 * heads, kv_heads, kv_heads, size, size, heads, size)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor
     ) -> Tensor:
         strength = torch.sigmoid(self.strength(x))
-        if paired.suits(q, k, v, mask, dropout) and strength.dtype == q.dtype:
-            return paired.difference(q, k, v, strength, scale)
-        first, second = fused(q, k, v, mask, scale, dropout).unflatten(2, (-1, 2)).unbind(3)
+        if paired.supports(q, k, v, mask, dropout) and strength.dtype == q.dtype:
+            return paired.softmax_difference(q, k, v, strength, scale)
+        first, second = sdpa(q, k, v, mask, scale, dropout).unflatten(2, (-1, 2)).unbind(3)
         return first - strength.unsqueeze(-1) * second
 
     def reference(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        first, second = weights(q, k, mask, scale).unflatten(1, (-1, 2)).unbind(2)
+        first, second = attention_weights(q, k, mask, scale).unflatten(1, (-1, 2)).unbind(2)
         strength = torch.sigmoid(self.strength(x)).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
         weight = first - strength * second
-        return gather(weight, v), weight
+        return weighted_sum(weight, v), weight
 
     def extra_parameters(self) -> int:
         return self.strength.weight.numel()
 
-    def start_parameters(self, draw: Draw) -> None:
-        draw.linear("strength", self.strength)
+    def start_parameters(self, draw: ParamSampler) -> None:
+        draw.init_linear("strength", self.strength)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from qkflow.attention.masks import Mask
-from qkflow.autograd import ByHand
+from qkflow.autograd import CustomFunction
 
 BLOCK = 32  # rows
 PAYS_FROM = 128  # tokens; shorter than that, there is nothing to skip
 
 
-def suits(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
     """Whether to train this way: on a processor, where every token sees all before it."""
     return (
         q.device.type == "cpu"
@@ -37,7 +37,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
     )
 
 
-def difference(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
+def softmax_difference(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
     """(softmax(q₁kᵀ) − strength·softmax(q₂kᵀ))·v for pairs of query heads (2i, 2i+1).
 
     q (B, T, 2H, D), k (B, T, G, D), v (B, T, G, E), strength (B, T, H) -> (B, T, H, E)
@@ -50,11 +50,11 @@ def difference(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) 
     return gathered
 
 
-class _Difference(ByHand):
+class _Difference(CustomFunction):
     """q (B, G, R, 2, T, D), k (B, G, T, D), v (B, G, T, E), strength (B, G, R, T, 1) -> (B, G, R, T, E)."""
 
     @staticmethod
-    def plain(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
+    def composite(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, scale: float) -> Tensor:
         scores = scale * torch.einsum("bgrstd,bgud->bgrstu", q, k)
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         first, second = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1).unbind(3)

@@ -10,36 +10,36 @@ import torch
 from rich.table import Table
 
 from qkflow import __version__
-from qkflow.bench.memory import peak_bytes
-from qkflow.bench.timing import Ratio, interleave
+from qkflow.bench.memory import peak_memory_bytes
+from qkflow.bench.timing import TimeRatio, time_interleaved
 from qkflow.bench.variants import (
     LEVELS,
+    ROUND_MULTIPLIER,
     STANDARD,
-    TURNS,
-    Contestant,
-    Shape,
-    build,
-    choose,
-    decoding_call,
-    share_weights,
-    training_call,
+    BenchShape,
+    BenchVariant,
+    build_module,
+    make_decode_step,
+    make_training_step,
+    select_variants,
+    share_equal_weights,
     verify_all,
 )
-from qkflow.console import emit_json, out, progress
+from qkflow.console import emit_json, out, progress_bar
 from qkflow.errors import InputError
 from qkflow.models import Decoder
-from qkflow.models.decoding import Layouts
+from qkflow.models.decoding import PackedWeights
 from qkflow.models.flops import count_flops
 
 
 def bench(
     level: Literal["all", "attention", "block", "model", "decode"] = "all",
     variants: str | None = None,
-    width: int = 512,
-    heads: int = 8,
-    kv_heads: int | None = None,
-    length: int = 512,
-    batch: int = 4,
+    dim: int = 512,
+    n_heads: int = 8,
+    n_kv_heads: int | None = None,
+    seq_len: int = 512,
+    batch_size: int = 4,
     threads: int | None = None,
     rounds: int | None = None,
     device: str = "auto",
@@ -79,20 +79,22 @@ def bench(
         torch.set_num_threads(threads)
     where = pick_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    shape = Shape(width=width, heads=heads, kv_heads=kv_heads, length=length, batch=batch)
+    shape = BenchShape(
+        dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, seq_len=seq_len, batch_size=batch_size
+    )
     if quick:
-        shape = dataclasses.replace(shape, batch=1, length=min(length, 256), decode_layers=2)
+        shape = dataclasses.replace(shape, batch_size=1, seq_len=min(seq_len, 256), decode_n_layers=2)
     rounds = rounds or (5 if quick else 15)
-    rows = choose(variants)
+    rows = select_variants(variants)
     verify_all(rows, shape)
     levels = LEVELS if level == "all" else (level,)
-    table = [row for name in levels for row in measure(name, rows, shape, rounds, where, dtype)]
-    environment = describe(where, precision, shape, rounds)
+    table = [row for name in levels for row in measure_level(name, rows, shape, rounds, where, dtype)]
+    environment = describe_environment(where, precision, shape, rounds)
     if json:
         emit_json({"rows": table, "environment": environment})
         return
     for name in levels:
-        out.print(as_table(name, [row for row in table if row["level"] == name]))
+        out.print(results_table(name, [row for row in table if row["level"] == name]))
     out.print("environment: " + ", ".join(f"{key} {value}" for key, value in environment.items()))
 
 
@@ -107,23 +109,28 @@ def pick_device(name: str) -> torch.device:
         raise InputError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from None
 
 
-def measure(
-    level: str, rows: list[Contestant], shape: Shape, rounds: int, device: torch.device, dtype: torch.dtype
+def measure_level(
+    level: str,
+    variants: list[BenchVariant],
+    shape: BenchShape,
+    rounds: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[dict[str, Any]]:
     """One level's rows: time, FLOPs and memory, each as a ratio to standard."""
 
-    plain = build(STANDARD, level, shape, device, dtype)
-    layouts = Layouts()
+    plain = build_module(STANDARD, level, shape, device, dtype)
+    layouts = PackedWeights()
 
-    def prepare(row: Contestant) -> Any:
-        module = plain if row is STANDARD else build(row, level, shape, device, dtype)
+    def prepare(row: BenchVariant) -> Any:
+        module = plain if row is STANDARD else build_module(row, level, shape, device, dtype)
         if level == "decode":
             assert isinstance(module, Decoder)
             assert isinstance(plain, Decoder)
-            share_weights(module, plain)
-            call = decoding_call(module, shape, device, layouts)
+            share_equal_weights(module, plain)
+            call = make_decode_step(module, shape, device, layouts)
         else:
-            call = training_call(module, level, shape, device, dtype)
+            call = make_training_step(module, level, shape, device, dtype)
         if device.type != "cuda":
             return call
 
@@ -134,29 +141,29 @@ def measure(
         return finished
 
     standard = prepare(STANDARD)
-    calls = {row.label: prepare(row) for row in rows}
-    rounds *= TURNS.get(level, 1)
-    with progress() as bar:
-        task = bar.add_task(f"{level}: timing {len(rows)} rows", total=rounds)
-        times = interleave(standard, calls, rounds=rounds, on_round=lambda: bar.advance(task))
-    flops, memory = count_flops(standard), peak_bytes(standard, device)
+    calls = {row.label: prepare(row) for row in variants}
+    rounds *= ROUND_MULTIPLIER.get(level, 1)
+    with progress_bar() as bar:
+        task = bar.add_task(f"{level}: timing {len(variants)} rows", total=rounds)
+        times = time_interleaved(standard, calls, rounds=rounds, on_round=lambda: bar.advance(task))
+    flops, memory = count_flops(standard), peak_memory_bytes(standard, device)
     result = []
-    for row in rows:
+    for row in variants:
         call = calls[row.label]
         result.append(
             {
-                "variant": row.variant,
+                "variant": row.name,
                 "steps": row.steps,
                 "level": level,
-                **_rounded(times[row.label]),
+                **_rounded_ratio(times[row.label]),
                 "flop_ratio": round(count_flops(call) / flops, 4),
-                "memory_ratio": round(peak_bytes(call, device) / memory, 4),
+                "memory_ratio": round(peak_memory_bytes(call, device) / memory, 4),
             }
         )
     return result
 
 
-def _rounded(ratio: Ratio) -> dict[str, float]:
+def _rounded_ratio(ratio: TimeRatio) -> dict[str, float]:
     return {
         "ratio": round(ratio.ratio, 4),
         "low": round(ratio.low, 4),
@@ -165,7 +172,7 @@ def _rounded(ratio: Ratio) -> dict[str, float]:
     }
 
 
-def as_table(level: str, rows: list[dict[str, Any]]) -> Table:
+def results_table(level: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=f"{level}: time relative to standard attention (1.00 = equal, lower is better)")
     table.add_column("variant")
     for heading in ("n", "ratio", "95% interval", "FLOP limit", "memory", "ms"):
@@ -183,7 +190,9 @@ def as_table(level: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def describe(device: torch.device, precision: str, shape: Shape, rounds: int) -> dict[str, Any]:
+def describe_environment(
+    device: torch.device, precision: str, shape: BenchShape, rounds: int
+) -> dict[str, Any]:
     return {
         "qkflow": __version__,
         "torch": torch.__version__,

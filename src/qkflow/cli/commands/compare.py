@@ -5,31 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 from qkflow import console, studies
-from qkflow.studies import Comparison, Question
-from qkflow.studies.runner.execution import Stopped
+from qkflow.studies import Comparison, ComparisonConfig
+from qkflow.studies.runner.execution import StudyInterrupted
 
 
 def compare(
-    data: str = Question.data,
-    variants: tuple[str, ...] = Question.variants,
-    controls: tuple[str, ...] = Question.controls,
-    starts: tuple[str, ...] = Question.starts,
-    seeds: int = Question.seeds,
-    preset: str = Question.preset,
+    data: str = ComparisonConfig.data,
+    variants: tuple[str, ...] = ComparisonConfig.variants,
+    controls: tuple[str, ...] = ComparisonConfig.controls,
+    inits: tuple[str, ...] = ComparisonConfig.inits,
+    seeds: int = ComparisonConfig.seeds,
+    preset: str = ComparisonConfig.preset,
     tokens: str | None = None,
     minutes: float | None = None,
     out: Path | None = None,
-    tokenizer: str = Question.tokenizer,
-    length: int = Question.length,
-    batch: int = Question.batch,
-    lr: float = Question.lr,
-    schedule: str = Question.schedule,
-    tune_lr: bool = Question.tune_lr,
+    tokenizer: str = ComparisonConfig.tokenizer,
+    seq_len: int = ComparisonConfig.seq_len,
+    batch_size: int = ComparisonConfig.batch_size,
+    lr: float = ComparisonConfig.lr,
+    schedule: str = ComparisonConfig.schedule,
+    tune_lr: bool = ComparisonConfig.tune_lr,
     lr_factors: tuple[str, ...] = ("0.5", "1", "2"),
-    match: str = Question.match,
-    verdict: bool = Question.verdict,
-    confidence: float = Question.confidence,
-    device: str = Question.device,
+    match: str = ComparisonConfig.match,
+    verdict: bool = ComparisonConfig.verdict,
+    confidence: float = ComparisonConfig.confidence,
+    device: str = ComparisonConfig.device,
     engine: str = "local",
     jobs: int | None = None,
     threads: int = 1,
@@ -73,29 +73,31 @@ def compare(
         threads: Threads of a run.
         json: Print the summary as JSON, and nothing else, on stdout.
     """
-    asked = {name: value for name, value in locals().items() if name in Question.__dataclass_fields__}
+    asked = {name: value for name, value in locals().items() if name in ComparisonConfig.__dataclass_fields__}
     try:
         answer = studies.compare(out=out, engine=engine, jobs=jobs, threads=threads, **asked)
-    except Stopped:
+    except StudyInterrupted:
         console.err.print("stopped; everything done so far is kept: the same command goes on from there")
         return 130
-    return show(answer, json)
+    return print_comparison(answer, json)
 
 
-def show(answer: Comparison, json: bool) -> int:
+def print_comparison(comparison: Comparison, json: bool) -> int:
     """Print a comparison; the exit code says whether every run finished."""
     from qkflow.report.tables import terminal_table
 
     if json:
-        console.emit_json({**answer.summary, "folder": str(answer.folder)})
+        console.emit_json({**comparison.summary, "folder": str(comparison.folder)})
     else:
         out = console.out
-        out.print(terminal_table(answer.summary))
+        out.print(terminal_table(comparison.summary))
         out.print()
-        out.print(answer.summary["headline"], markup=False, highlight=False, style="bold")
-        for sentence in answer.verdicts.values():
+        out.print(comparison.summary["headline"], markup=False, highlight=False, style="bold")
+        for sentence in comparison.verdicts.values():
             out.print(f"• {sentence}", markup=False, highlight=False)
-        for note in answer.summary["notes"]:
+        for note in comparison.summary["notes"]:
             out.print(f"! {note}", markup=False, highlight=False, style="yellow")
-        out.print(f"report: {answer.folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if answer.complete else 1
+        out.print(
+            f"report: {comparison.folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True
+        )
+    return 0 if comparison.complete else 1

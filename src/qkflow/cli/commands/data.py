@@ -9,10 +9,10 @@ import tyro
 
 from qkflow import console
 from qkflow.data import corpora, pipeline
-from qkflow.data.cache import default_folder
+from qkflow.data.cache import default_cache_dir
 from qkflow.errors import InputError
 
-Corpus = Annotated[str, tyro.conf.Positional]
+CorpusArg = Annotated[str, tyro.conf.Positional]
 
 
 def list_corpora(*, json: bool = False) -> None:
@@ -28,27 +28,27 @@ def list_corpora(*, json: bool = False) -> None:
     Args:
         json: print one JSON object instead of a table.
     """
-    rows = [_listed(name, known) for name, known in corpora.KNOWN.items()]
+    rows = [_corpus_row(name, known) for name, known in corpora.CORPORA.items()]
     if json:
-        console.emit_json({"corpora": rows, "cache": str(default_folder())})
+        console.emit_json({"corpora": rows, "cache": str(default_cache_dir())})
         return
     table = [[row["name"], row["size"], row["licence"], f"{row['what']}\n{row['from']}"] for row in rows]
-    _table(["corpus", "size", "licence", "what it is, and where from"], table)
+    _print_table(["corpus", "size", "licence", "what it is, and where from"], table)
 
 
-def _listed(name: str, known: corpora.Known) -> dict[str, str]:
-    size = known.size
+def _corpus_row(name: str, entry: corpora.CorpusInfo) -> dict[str, str]:
+    size = entry.size
     if not size:
         try:
-            size = f"{corpora.resolve(name).size / 1e6:.0f} MB"
+            size = f"{corpora.resolve(name).n_bytes / 1e6:.0f} MB"
         except InputError:
             size = "not installed"
-    source = f"hf:{known.hub}" if known.hub else "built in"
-    return {"name": name, "size": size, "licence": known.licence, "what": known.what, "from": source}
+    source = f"hf:{entry.hub_spec}" if entry.hub_spec else "built in"
+    return {"name": name, "size": size, "licence": entry.license, "what": entry.description, "from": source}
 
 
 def prepare(
-    corpus: Corpus, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
+    corpus: CorpusArg, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
 ) -> None:
     """Tokenise a corpus into the cache; what is there already is found at once.
 
@@ -64,16 +64,16 @@ def prepare(
         cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
         json: print one JSON object instead of a table.
     """
-    described = pipeline.prepare(corpus, tokenizer, cache=cache).describe()
+    described = pipeline.prepare(corpus, tokenizer, cache_dir=cache).describe()
     if json:
         console.emit_json(described)
         return
-    _splits_table(described)
-    _line(f"{described['folder']}  {described['fingerprint']}")
+    _print_splits(described)
+    _print_plain(f"{described['folder']}  {described['fingerprint']}")
 
 
 def describe(
-    corpus: Corpus, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
+    corpus: CorpusArg, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
 ) -> None:
     """Say what a corpus is like: documents, tokens, bytes, entropy, and how much its own past foretells.
 
@@ -88,13 +88,13 @@ def describe(
         cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
         json: print one JSON object instead of tables.
     """
-    from qkflow.data.stats import describe as measure
+    from qkflow.data.stats import compute_stats as measure
 
-    described = measure(pipeline.prepare(corpus, tokenizer, cache=cache))
+    described = measure(pipeline.prepare(corpus, tokenizer, cache_dir=cache))
     if json:
         console.emit_json(described)
         return
-    _splits_table(described)
+    _print_splits(described)
     repetition = described["repetition"]
     facts = {
         "tokenizer": f"{described['tokenizer']['spec']}, {described['tokenizer']['vocab_size']:,} tokens",
@@ -109,11 +109,11 @@ def describe(
     }
     if left_out := described["corpus"].get("left_out"):
         facts["files left out"] = "\n".join(left_out)
-    _table(["measure (train split)", "value"], [list(fact) for fact in facts.items()])
+    _print_table(["measure (train split)", "value"], [list(fact) for fact in facts.items()])
 
 
 def verify(
-    corpus: Corpus, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
+    corpus: CorpusArg, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
 ) -> None:
     """Check every byte of a prepared corpus against its checksums; what is damaged is named and made anew.
 
@@ -127,40 +127,45 @@ def verify(
         cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
         json: print one JSON object instead of a sentence.
     """
-    tokens, damage = pipeline.verify(corpus, tokenizer, cache=cache)
+    tokens, damage = pipeline.verify(corpus, tokenizer, cache_dir=cache)
     if json:
         console.emit_json({"corpus": corpus, "damage": damage, "fingerprint": tokens.fingerprint})
         return
     found = f"{len(damage)} damaged, made anew: {'; '.join(damage)}" if damage else "every byte as recorded"
-    _line(f"{corpus}: {found} ({tokens.fingerprint})")
+    _print_plain(f"{corpus}: {found} ({tokens.fingerprint})")
 
 
-def _line(text: str) -> None:
+def _print_plain(text: str) -> None:
     """Print a line as it is: brackets in a path are no markup."""
     console.out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _splits_table(described: dict[str, Any]) -> None:
+def _print_splits(description: dict[str, Any]) -> None:
     rows = [
-        [split, *(f"{counts[key]:,}" for key in ("documents", "tokens", "bytes")), _ratio(counts)]
-        for split, counts in described["splits"].items()
+        [split, *(f"{counts[key]:,}" for key in ("documents", "tokens", "bytes")), _tokens_per_byte(counts)]
+        for split, counts in description["splits"].items()
     ]
-    _table(["split", "documents", "tokens", "bytes", "tokens per byte"], rows, described["name"], right=True)
+    _print_table(
+        ["split", "documents", "tokens", "bytes", "tokens per byte"],
+        rows,
+        description["name"],
+        right_align=True,
+    )
 
 
-def _ratio(counts: dict[str, int]) -> str:
+def _tokens_per_byte(counts: dict[str, int]) -> str:
     return f"{counts['tokens'] / counts['bytes']:.4f}" if counts["bytes"] else "-"
 
 
-def _table(
-    columns: list[str], rows: list[list[str]], title: str | None = None, *, right: bool = False
+def _print_table(
+    columns: list[str], rows: list[list[str]], title: str | None = None, *, right_align: bool = False
 ) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=escape(title) if title else None)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if right and number else "left", overflow="fold")
+        table.add_column(column, justify="right" if right_align and number else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     console.out.print(table)

@@ -20,14 +20,14 @@ def evaluate(
     *,
     data: str | None = None,
     split: str | None = None,
-    length: int | None = None,
+    seq_len: int | None = None,
     tokens: str | None = None,
     tasks: str | None = None,
     include: Path | None = None,
     limit: int | None = None,
     shots: int | None = None,
     coupling: Path | None = None,
-    batch: int = 16,
+    batch_size: int = 16,
     device: str = "auto",
     threads: int | None = None,
     json: bool = False,
@@ -54,20 +54,20 @@ def evaluate(
         include: a folder with more tasks in YAML files.
         limit: questions of each task (default: all).
         shots: solved examples shown before each question (default: as the task says).
-        coupling: a folder that `hf.save` wrote, attached to the model before its tasks.
+        coupling: a folder that `hf.save_adapter` wrote, attached to the model before its tasks.
         batch: windows or questions computed at once.
         device: auto, cpu, cuda or mps.
         threads: of the processor (default: all cores).
         json: print one JSON object instead of a table.
     """
-    _refuse_mixtures(
+    _check_exclusive_options(
         tasks,
-        of_corpus={"data": data, "split": split, "length": length, "tokens": tokens},
-        of_tasks={"include": include, "limit": limit, "shots": shots, "coupling": coupling},
+        corpus_options={"data": data, "split": split, "seq_len": seq_len, "tokens": tokens},
+        task_options={"include": include, "limit": limit, "shots": shots, "coupling": coupling},
     )
     for name, value, least in (
-        ("batch", batch, 1),
-        ("length", length, 1),
+        ("batch-size", batch_size, 1),
+        ("seq-len", seq_len, 1),
         ("limit", limit, 1),
         ("shots", shots, 0),
     ):
@@ -75,40 +75,42 @@ def evaluate(
             raise InputError(f"--{name} must be at least {least}, not {value}")
     if split not in (None, *SPLITS, "all"):
         raise unknown("split", split, (*SPLITS, "all"))
-    from qkflow.training.distributed import find_device
-    from qkflow.training.worker import prepare_process
+    from qkflow.training.distributed import resolve_device
+    from qkflow.training.worker import configure_process
 
-    prepare_process(threads)
-    place = str(find_device(device))
+    configure_process(threads)
+    place = str(resolve_device(device))
     if tasks is not None:
         from qkflow.cli.commands.hf import evaluate_tasks
 
         evaluate_tasks(
-            model, tasks, coupling=coupling, include=include, limit=limit, shots=shots, batch=batch,
+            model, tasks, coupling=coupling, include=include, limit=limit, shots=shots, batch=batch_size,
             device=place, json=json,
         )  # fmt: skip
         return
-    result = measure(model, data or "speeches", split or "validation", length or 128, batch, tokens, place)
+    result = evaluate_corpus(
+        model, data or "speeches", split or "validation", seq_len or 128, batch_size, tokens, place
+    )
     if json:
         console.emit_json(result)
         return
-    from qkflow.measures.language import in_words
+    from qkflow.measures.language import format_eval_result
 
     console.out.print(
-        f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): {in_words(result)}",
+        f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): {format_eval_result(result)}",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
 
 
-def measure(
+def evaluate_corpus(
     model: Path, corpus: str, split: str, length: int, batch: int, tokens: str | None, device: str
 ) -> dict[str, Any]:
     """How well a model of ours predicts a split of a corpus."""
     from qkflow.config_io import parse_count
     from qkflow.data import prepare
-    from qkflow.measures.language import score
+    from qkflow.measures.language import evaluate_loss
     from qkflow.training.pretrained import load_model, tokenizer_spec
 
     limit = None if tokens is None else parse_count(tokens)
@@ -117,24 +119,28 @@ def measure(
     parts = SPLITS if split == "all" else (split,)
     if not any(len(text.tokens(part)) for part in parts):
         raise InputError(f"'{corpus}' has no text in its {split} split")
-    windows = text.evaluation(parts, length, batch, limit)
+    windows = text.eval_windows(parts, length, batch, limit)
 
     def watch(batches: Iterable[Any]) -> Iterable[Any]:
-        with console.progress() as bar:
+        with console.progress_bar() as bar:
             yield from bar.track(batches, total=len(windows), description=f"reading {text.name}")
 
-    measured = score(decoder, windows, watch=watch)
+    measured = evaluate_loss(decoder, windows, progress=watch)
     if not math.isfinite(measured.loss):
         raise InputError(
             f"the loss of {model} on '{corpus}' is not a finite number: its weights are too large"
         )
     result = {"model": str(model), "data": text.name, "split": split, **measured.to_dict()}
-    return result | {"tokens": measured.tokens, "bytes": measured.bytes}
+    return result | {"tokens": measured.n_tokens, "bytes": measured.n_bytes}
 
 
-def _refuse_mixtures(tasks: str | None, *, of_corpus: dict[str, Any], of_tasks: dict[str, Any]) -> None:
+def _check_exclusive_options(
+    tasks: str | None, *, corpus_options: dict[str, Any], task_options: dict[str, Any]
+) -> None:
     """A flag that would do nothing is a mistake worth telling."""
-    idle, why = (of_tasks, "needs --tasks") if tasks is None else (of_corpus, "does not go with --tasks")
+    idle, why = (
+        (task_options, "needs --tasks") if tasks is None else (corpus_options, "does not go with --tasks")
+    )
     for name, value in idle.items():
         if value is not None:
             raise InputError(f"--{name} {why}")

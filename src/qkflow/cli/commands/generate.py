@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from qkflow import console
-from qkflow.config_io import check_seed, check_text
+from qkflow.config_io import check_seed, check_utf8
 from qkflow.errors import InputError
 
 
@@ -51,20 +51,20 @@ def generate(
     import torch
 
     from qkflow.models.generate import generate as continue_ids
-    from qkflow.training.distributed import find_device
+    from qkflow.training.distributed import resolve_device
     from qkflow.training.pretrained import load_model
-    from qkflow.training.worker import prepare_process
+    from qkflow.training.worker import configure_process
 
-    check_text("--prompt", prompt)
+    check_utf8("--prompt", prompt)
     if samples < 1:
         raise InputError(f"--samples must be at least 1, not {samples}")
     if seed is not None:
         check_seed("--seed", seed)
-    prepare_process(threads)
-    decoder, tokenizer = load_model(model, device=find_device(device))
-    read = tokenizer.encode_start(prompt)
+    configure_process(threads)
+    decoder, tokenizer = load_model(model, device=resolve_device(device))
+    read = tokenizer.encode_with_bos(prompt)
     ids = torch.tensor([read] * samples)
-    printer = _Printer(tokenizer, prompt) if samples == 1 and not json else None
+    printer = _TextStreamer(tokenizer, prompt) if samples == 1 and not json else None
     began = time.perf_counter()
     made = continue_ids(
         decoder,
@@ -74,13 +74,13 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        end=tokenizer.end_of_document,
-        stream=printer,
+        eos_token_id=tokenizer.eos_token_id,
+        on_token=printer,
     )
     seconds = time.perf_counter() - began
     count = made.shape[1] - ids.shape[1]
     texts = [
-        prompt + tokenizer.decode(_until(row, tokenizer.end_of_document))
+        prompt + tokenizer.decode(_truncate_at_eos(row, tokenizer.eos_token_id))
         for row in made[:, len(read) :].tolist()
     ]
     if json:
@@ -96,17 +96,17 @@ def generate(
     )
 
 
-def _until(tokens: list[int], end: int) -> list[int]:
-    return tokens[: tokens.index(end)] if end in tokens else tokens
+def _truncate_at_eos(tokens: list[int], eos_token_id: int) -> list[int]:
+    return tokens[: tokens.index(eos_token_id)] if eos_token_id in tokens else tokens
 
 
-class _Printer:
+class _TextStreamer:
     """Writes a text token by token, holding back a character while only some of its bytes are known."""
 
     def __init__(self, tokenizer: Any, prompt: str) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._shown = 0
+        self._n_printed = 0
         sys.stdout.write(prompt)
 
     def __call__(self, token: Any) -> None:
@@ -116,9 +116,9 @@ class _Printer:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text[self._shown :])
+        sys.stdout.write(text[self._n_printed :])
         sys.stdout.flush()
-        self._shown = len(text)
+        self._n_printed = len(text)
 
     def finish(self) -> None:
         self._write(self._tokenizer.decode(self._tokens))

@@ -32,8 +32,8 @@ def export(source: Path, out: Path, /, to: Literal["qkflow", "llama"] = "qkflow"
     """
     from qkflow import hf
 
-    model = hf.export(source, out, to=to)
-    _report(out, type(model).__name__, sum(p.numel() for p in model.parameters()), json)
+    model = hf.export_model(source, out, to=to)
+    _print_model_summary(out, type(model).__name__, sum(p.numel() for p in model.parameters()), json)
 
 
 def import_model(source: str, out: Path, /, json: bool = False) -> None:
@@ -53,10 +53,10 @@ def import_model(source: str, out: Path, /, json: bool = False) -> None:
     from qkflow import hf
 
     decoder = hf.import_model(source, out)
-    _report(out, "Decoder", sum(p.numel() for p in decoder.parameters()), json)
+    _print_model_summary(out, "Decoder", sum(p.numel() for p in decoder.parameters()), json)
 
 
-def _report(out: Path, architecture: str, parameters: int, json: bool) -> None:
+def _print_model_summary(out: Path, architecture: str, parameters: int, json: bool) -> None:
     if json:
         console.emit_json({"folder": str(out), "architecture": architecture, "parameters": parameters})
     else:
@@ -84,10 +84,10 @@ def evaluate_tasks(
             model,
             names,
             coupling=coupling,
-            include=include,
+            include_path=include,
             limit=limit,
-            shots=shots,
-            batch=batch,
+            num_fewshot=shots,
+            batch_size=batch,
             device=device,
         )
     if json:

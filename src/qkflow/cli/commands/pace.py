@@ -17,11 +17,11 @@ from qkflow import console
 from qkflow.errors import InputError
 
 if TYPE_CHECKING:  # torch is imported by the command that needs it
-    from qkflow.papers.faster_qk.fixed_attention import Fixed
-    from qkflow.papers.faster_qk.synthetic import Outcome, Setting
+    from qkflow.papers.faster_qk.fixed_attention import FixedAttentionResult
+    from qkflow.papers.faster_qk.synthetic import SyntheticConfig, SyntheticResult
 
 
-def _numbers(text: str, flag: str) -> list[float]:
+def _parse_floats(text: str, flag: str) -> list[float]:
     try:
         values = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -39,7 +39,7 @@ def flow(
     n: float = 50,
     b: float = 50,
     M: float = 20,
-    start: float = 1e-3,
+    init: float = 1e-3,
     check: bool = False,
     out: Path | None = None,
     json: bool = False,
@@ -66,22 +66,24 @@ def flow(
         out: write the curves as one self-contained HTML file.
         json: print one JSON object instead of a table.
     """
-    from qkflow.papers.faster_qk.reduced_flow import KINDS, Flow
+    from qkflow.papers.faster_qk.reduced_flow import KINDS, ReducedFlow
 
     kinds = KINDS if kind == "all" else (kind,)
-    flows = [Flow(r, name, m, n, b, M, start) for name in kinds for r in _numbers(ratios, "--ratios")]
+    flows = [
+        ReducedFlow(r, name, m, n, b, M, init) for name in kinds for r in _parse_floats(ratios, "--ratios")
+    ]
     rows = [{"kind": each.kind, "ratio": each.ratio, **asdict(each.at_loss(loss))} for each in flows]
     if check:
         for each, row in zip(flows, rows, strict=True):
             found = asdict(each.integrate(loss))
             row["difference"] = max(abs(row[name] - found[name]) for name in ("mu_ov", "mu_qk", "alpha"))
     if out is not None:
-        from qkflow.papers.faster_qk.figures import flow_figure, write_page
+        from qkflow.papers.faster_qk.figures import flow_figure, write_figure
 
-        write_page(flow_figure(flows, loss), out)
+        write_figure(flow_figure(flows, loss), out)
         console.err.print(f"curves: {out}", markup=False, soft_wrap=True)
     if json:
-        console.emit_json({"loss": loss, "m": m, "n": n, "b": b, "M": M, "start": start, "rows": rows})
+        console.emit_json({"loss": loss, "m": m, "n": n, "b": b, "M": M, "init": init, "rows": rows})
     else:
         comparable = (loss, m, n, b, M) == (1e-4, 5, 50, 50, 20)
         title = f"Reduced gradient flow at loss {loss:g} (m={m:g}, n={n:g}, b={b:g}, M={M:g})"
@@ -89,7 +91,7 @@ def flow(
 
 
 def _flow_table(title: str, rows: list[dict[str, Any]], comparable: bool) -> Table:
-    from qkflow.papers.faster_qk.reduced_flow import PUBLISHED
+    from qkflow.papers.faster_qk.reduced_flow import PUBLISHED_ENDPOINTS
 
     checked = "difference" in rows[0]
     caption = (
@@ -101,7 +103,7 @@ def _flow_table(title: str, rows: list[dict[str, Any]], comparable: bool) -> Tab
     if checked:
         table.add_column("difference", justify="right")
     for row in rows:
-        known = PUBLISHED.get(row["ratio"]) if comparable and row["kind"] == "CACO" else None
+        known = PUBLISHED_ENDPOINTS.get(row["ratio"]) if comparable and row["kind"] == "CACO" else None
         cells = [row["kind"], f"{row['ratio']:g}", f"{row['mu_ov']:.4f}", f"{row['mu_qk']:.5f}"]
         cells += [f"{row['alpha']:.5f}", f"{row['time']:.3g}"]
         cells.append(" ".join(f"{value:.3f}" for value in known) if known else "–")
@@ -117,8 +119,8 @@ def synthetic(
     growth: float | None = None,
     steps: int | None = None,
     stop_loss: float | None = None,
-    qk_start: str | None = None,
-    ov_start: str | None = None,
+    qk_init: str | None = None,
+    ov_init: str | None = None,
     batch: int | None = None,
     fixed_attention: bool = False,
     seeds: int = 3,
@@ -156,63 +158,65 @@ def synthetic(
         out: write the heatmaps as one self-contained HTML file.
         json: print one JSON object instead of a table.
     """
-    from qkflow.papers.faster_qk.synthetic import FIGURE, cell
+    from qkflow.papers.faster_qk.synthetic import FIGURE_CONFIGS, synthetic_config
 
     if seeds < 1:
         raise InputError(f"--seeds must be at least 1, not {seeds}")
     given: dict[str, Any] = {
         "qk_lr": qk_lr, "ov_lr": ov_lr, "length": length, "growth": growth, "steps": steps,
-        "stop_loss": stop_loss, "qk_start": qk_start, "ov_start": ov_start, "batch": batch,
+        "stop_loss": stop_loss, "qk_init": qk_init, "ov_init": ov_init, "batch": batch,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     chosen = range(first_seed, first_seed + seeds)
     if fixed_attention:
         useless = [name for name in given if name not in ("ov_lr", "length", "steps", "batch")]
-        _refuse(useless + (["setting"] if setting else []), "has no meaning with --fixed-attention")
+        _check_unused_options(
+            useless + (["setting"] if setting else []), "has no meaning with --fixed-attention"
+        )
         _run_fixed_attention(chosen, given, out, json)
     elif setting is None:
-        _refuse(list(given), "needs --setting FAFO, FACO, CAFO or CACO")
-        _run_settings(FIGURE, chosen, workers, out, json)
+        _check_unused_options(list(given), "needs --setting FAFO, FACO, CAFO or CACO")
+        _run_settings(FIGURE_CONFIGS, chosen, workers, out, json)
     else:
-        _run_settings([cell(setting, **given)], chosen, workers, out, json)
+        _run_settings([synthetic_config(setting, **given)], chosen, workers, out, json)
 
 
-def _refuse(names: list[str], why: str) -> None:
+def _check_unused_options(names: list[str], reason: str) -> None:
     if names:
-        raise InputError(f"--{names[0].replace('_', '-')} {why}")
+        raise InputError(f"--{names[0].replace('_', '-')} {reason}")
 
 
 def _run_settings(
-    settings: Sequence[Setting], seeds: Sequence[int], workers: int, out: Path | None, json: bool
+    settings: Sequence[SyntheticConfig], seeds: Sequence[int], workers: int, out: Path | None, json: bool
 ) -> None:
     """Train the settings, then print a row each, with the published row and the difference under it."""
     import numpy as np
 
-    from qkflow.papers.faster_qk.figures import heatmap_figure, write_page
+    from qkflow.papers.faster_qk.figures import heatmap_figure, write_figure
     from qkflow.papers.faster_qk.sweep import sweep
-    from qkflow.papers.faster_qk.synthetic import EDGES
+    from qkflow.papers.faster_qk.synthetic import BIN_EDGES
 
-    clock = _Clock()
-    with console.progress() as bar:
+    clock = _Timer()
+    with console.progress_bar() as bar:
         task = bar.add_task("training", total=sum(each.steps for each in settings) * len(seeds))
         outcomes = sweep(settings, seeds, workers, partial(bar.advance, task))
-    rows = [_settings_row([each for each in outcomes if each.setting == setting]) for setting in settings]
+    rows = [_settings_row([each for each in outcomes if each.config == setting]) for setting in settings]
     if out is not None:
-        write_page(heatmap_figure({row["name"]: np.array(row["heatmap"]) for row in rows}, EDGES), out)
+        write_figure(heatmap_figure({row["name"]: np.array(row["heatmap"]) for row in rows}, BIN_EDGES), out)
         console.err.print(f"heatmaps: {out}", markup=False, soft_wrap=True)
     if json:
-        console.emit_json({"seeds": list(seeds), **clock.read(), "rows": rows})
+        console.emit_json({"seeds": list(seeds), **clock.elapsed(), "rows": rows})
     else:
         console.out.print(_settings_table(rows, len(seeds)))
         console.out.print(clock)
 
 
-def _settings_row(outcomes: list[Outcome]) -> dict[str, Any]:
+def _settings_row(outcomes: list[SyntheticResult]) -> dict[str, Any]:
     """One setting, averaged over its seeds."""
     import numpy as np
 
-    setting = outcomes[0].setting
-    shares = np.array([each.shares for each in outcomes])
+    setting = outcomes[0].config
+    shares = np.array([each.attention_histogram for each in outcomes])
     heatmap = np.mean([each.heatmap for each in outcomes], axis=0)
     attention = [each.mean_distinct_attention for each in outcomes]
     row = {name: getattr(setting, name) for name in ("name", "kind", "qk_lr", "ov_lr", "length", "growth")}
@@ -252,27 +256,31 @@ def _settings_table(rows: list[dict[str, Any]], seeds: int) -> Table:
     return table
 
 
-def _run_fixed_attention(seeds: Sequence[int], given: dict[str, Any], out: Path | None, json: bool) -> None:
+def _run_fixed_attention(
+    seeds: Sequence[int], overrides: dict[str, Any], out: Path | None, json: bool
+) -> None:
     """Train both kinds of OV circuit under each attention share; print losses, published ones, and gains."""
     from qkflow.papers.faster_qk import fixed_attention
-    from qkflow.papers.faster_qk.figures import fixed_attention_figure, write_page
+    from qkflow.papers.faster_qk.figures import fixed_attention_figure, write_figure
 
-    clock = _Clock()
-    options = {"lr" if name == "ov_lr" else name: value for name, value in given.items()}
-    found: list[Fixed] = []
-    with console.progress() as bar:
-        task = bar.add_task("training", total=options.get("steps", fixed_attention.STEPS) * 2)
-        for kind in fixed_attention.PUBLISHED:
-            found += fixed_attention.train(kind, seeds, advance=partial(bar.advance, task), **options)
+    clock = _Timer()
+    options = {"lr" if name == "ov_lr" else name: value for name, value in overrides.items()}
+    found: list[FixedAttentionResult] = []
+    with console.progress_bar() as bar:
+        task = bar.add_task("training", total=options.get("steps", fixed_attention.DEFAULT_STEPS) * 2)
+        for kind in fixed_attention.PUBLISHED_LOSSES:
+            found += fixed_attention.train_fixed_attention(
+                kind, seeds, on_progress=partial(bar.advance, task), **options
+            )
     rows: list[dict[str, Any]] = []
     for each in found:
-        known = fixed_attention.PUBLISHED[each.kind].get(each.alpha) if not options else None
+        known = fixed_attention.PUBLISHED_LOSSES[each.kind].get(each.alpha) if not options else None
         rows.append({**asdict(each), "published": known, "ratio": each.loss / known if known else None})
     if out is not None:
-        write_page(fixed_attention_figure(found), out)
+        write_figure(fixed_attention_figure(found), out)
         console.err.print(f"curves: {out}", markup=False, soft_wrap=True)
     if json:
-        console.emit_json({"seeds": list(seeds), **clock.read(), "rows": rows})
+        console.emit_json({"seeds": list(seeds), **clock.elapsed(), "rows": rows})
         return
     delta = fixed_attention.DELTA
     title = f"Attention fixed at α, output-value circuit trained, mean of {len(seeds)} seed(s)"
@@ -288,21 +296,21 @@ def _run_fixed_attention(seeds: Sequence[int], given: dict[str, Any], out: Path 
     console.out.print(clock)
 
 
-class _Clock:
+class _Timer:
     """Wall-clock and processor seconds, those of finished child processes included."""
 
     def __init__(self) -> None:
-        self._start = self._now()
+        self._start_times = self._now()
 
     @staticmethod
     def _now() -> tuple[float, float]:
         times = os.times()
         return time.perf_counter(), times.user + times.system + times.children_user + times.children_system
 
-    def read(self) -> dict[str, float]:
-        wall, processor = (now - then for now, then in zip(self._now(), self._start, strict=True))
+    def elapsed(self) -> dict[str, float]:
+        wall, processor = (now - then for now, then in zip(self._now(), self._start_times, strict=True))
         return {"seconds": wall, "processor_seconds": processor}
 
     def __str__(self) -> str:
-        used = self.read()
+        used = self.elapsed()
         return f"{used['seconds']:.0f} s of wall-clock, {used['processor_seconds']:.0f} s of processor time"

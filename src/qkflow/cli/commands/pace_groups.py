@@ -12,7 +12,7 @@ from torch import nn
 
 from qkflow import console
 from qkflow.errors import InputError
-from qkflow.hf.parameter_roles import Row, describe
+from qkflow.hf.parameter_roles import ParameterSettings, describe_param_groups
 from qkflow.models import PRESETS, Decoder, preset
 
 
@@ -49,11 +49,11 @@ def groups(
         all: list every parameter, not every role.
         json: print one JSON object.
     """
-    rows = describe(
-        open_shape(model),
+    rows = describe_param_groups(
+        load_meta_model(model),
         lr,
         ratio=ratio,
-        qk=[role.strip() for role in qk.split(",") if role.strip()],
+        qk_roles=[role.strip() for role in qk.split(",") if role.strip()],
         embed_ratio=embed_ratio,
         weight_decay=weight_decay,
         decay=decay,
@@ -64,7 +64,7 @@ def groups(
     table = Table(title=f"{model}: learning rate {lr:g}, query-key circuit ×{ratio:g}")
     for column in ("group", "role", "learning rate", "weight decay", "parameters", "name"):
         table.add_column(column, justify="right" if column == "parameters" else "left", overflow="fold")
-    for shown in rows if all else summarise(rows):
+    for shown in rows if all else summarize_groups(rows):
         size = torch.Size(shown.shape).numel()
         table.add_row(
             shown.group, shown.role, f"{shown.lr:g}", f"{shown.weight_decay:g}", f"{size:,}", shown.name
@@ -72,9 +72,9 @@ def groups(
     console.out.print(table)
 
 
-def summarise(rows: list[Row]) -> list[Row]:
+def summarize_groups(rows: list[ParameterSettings]) -> list[ParameterSettings]:
     """One row for all parameters that are treated alike, named after the first."""
-    alike: dict[tuple[Any, ...], list[Row]] = {}
+    alike: dict[tuple[Any, ...], list[ParameterSettings]] = {}
     for row in rows:
         alike.setdefault((row.group, row.role, row.lr, row.weight_decay), []).append(row)
     summary = []
@@ -85,16 +85,16 @@ def summarise(rows: list[Row]) -> list[Row]:
     return sorted(summary, key=lambda row: ("qk", "fused", "embed", "rest").index(row.group))
 
 
-def open_shape(name: str) -> nn.Module:
+def load_meta_model(name: str) -> nn.Module:
     """A model without its weights."""
     if name in PRESETS:
         return Decoder(preset(name), device="meta")
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    from qkflow.hf.pretrained import is_run
+    from qkflow.hf.pretrained import is_run_dir
     from qkflow.training.pretrained import load_model
 
-    if is_run(Path(name)):
+    if is_run_dir(Path(name)):
         return load_model(name)[0]
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)

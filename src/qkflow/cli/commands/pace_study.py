@@ -21,10 +21,10 @@ def study(
     optimizer: str | None = None,
     steps: int | None = None,
     epochs: float | None = None,
-    batch: int | None = None,
-    layers: int | None = None,
-    width: int | None = None,
-    heads: int | None = None,
+    batch_size: int | None = None,
+    n_layers: int | None = None,
+    dim: int | None = None,
+    n_heads: int | None = None,
     examples: int | None = None,
     window: int = 200,
     test: int = 1000,
@@ -71,40 +71,40 @@ def study(
         jobs: runs at a time, one thread each (default: one per core).
         json: print the summary as JSON, and nothing else, on stdout.
     """
-    from qkflow.studies.pace import Settings, run_study
-    from qkflow.studies.runner.execution import Stopped
+    from qkflow.studies.pace import PaceStudyConfig, run_pace_study
+    from qkflow.studies.runner.execution import StudyInterrupted
 
     chosen = tuple(part.strip() for part in ratios.split(",") if part.strip()) if ratios else None
-    settings = Settings(
-        task, data, as_published, seeds, chosen, lr, optimizer, steps, epochs, batch, layers, width, heads,
+    settings = PaceStudyConfig(
+        task, data, as_published, seeds, chosen, lr, optimizer, steps, epochs, batch_size, n_layers, dim, n_heads,
         examples, window, test, measured, confidence,
     )  # fmt: skip
     try:
-        answer = run_study(settings, out, jobs)
-    except Stopped:
+        answer = run_pace_study(settings, out, jobs)
+    except StudyInterrupted:
         console.err.print("stopped; every finished run is kept: the same command goes on from there")
         return 130
-    return show(answer, json)
+    return print_study(answer, json)
 
 
-def show(answer: object, json: bool) -> int:
+def print_study(result: object, json: bool) -> int:
     """Print a study; the exit code says whether every run finished."""
-    from qkflow.report.pace_tables import explains_table, results_table
-    from qkflow.studies.pace import PaceStudy
+    from qkflow.report.pace_tables import attribution_table, results_table
+    from qkflow.studies.pace import PaceStudyResult
 
-    assert isinstance(answer, PaceStudy)
-    summary = answer.summary
+    assert isinstance(result, PaceStudyResult)
+    summary = result.summary
     if json:
-        console.emit_json({**summary, "folder": str(answer.folder)})
+        console.emit_json({**summary, "folder": str(result.folder)})
     else:
         out = console.out
         out.print(results_table(summary))
-        out.print(explains_table(summary))
+        out.print(attribution_table(summary))
         out.print(summary["headline"], markup=False, highlight=False, style="bold")
         for row in summary["rows"]:
             for sentence in row["sentences"]:
                 out.print(f"• {sentence}", markup=False, highlight=False)
         for note in summary["notes"]:
             out.print(f"! {note}", markup=False, highlight=False, style="yellow")
-        out.print(f"report: {answer.folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if answer.complete else 1
+        out.print(f"report: {result.folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if result.complete else 1

@@ -9,7 +9,7 @@ import tyro
 from torch import Tensor
 
 from qkflow import console
-from qkflow.config_io import check_text
+from qkflow.config_io import check_utf8
 from qkflow.errors import InputError
 from qkflow.measures.attention import MEASURES, LayerProbe
 
@@ -20,7 +20,7 @@ def probe(
     text: str | None = None,
     data: str | None = None,
     windows: int = 8,
-    length: int = 64,
+    seq_len: int = 64,
     out: Path | None = None,
     device: str = "auto",
     threads: int | None = None,
@@ -52,23 +52,25 @@ def probe(
     import torch
 
     from qkflow.measures import attention, attention_maps
-    from qkflow.training.distributed import find_device
+    from qkflow.training.distributed import resolve_device
     from qkflow.training.pretrained import load_model
-    from qkflow.training.worker import prepare_process
+    from qkflow.training.worker import configure_process
 
     if (text is None) == (data is None):
         raise InputError("give either --text or --data to measure on")
-    check_text("--text", text or "")
-    draw = None if out is None else attention_maps.drawing(out)
-    prepare_process(threads)
-    decoder, tokenizer = load_model(model, device=find_device(device))
+    check_utf8("--text", text or "")
+    draw = None if out is None else attention_maps.get_map_writer(out)
+    configure_process(threads)
+    decoder, tokenizer = load_model(model, device=resolve_device(device))
     if text is not None:
-        ids = torch.tensor([tokenizer.encode_start(text)])
+        ids = torch.tensor([tokenizer.encode_with_bos(text)])
     else:
-        ids = _held_out(model, str(data), windows, length)
-    layers = attention.probe(decoder, ids.to(decoder.embedding.weight.device), keep_weights=out is not None)
+        ids = _validation_windows(model, str(data), windows, seq_len)
+    layers = attention.probe_attention(
+        decoder, ids.to(decoder.embedding.weight.device), keep_weights=out is not None
+    )
     if draw is not None and out is not None:
-        labels = [tokenizer.decode([token]) or attention_maps.END for token in ids[0].tolist()]
+        labels = [tokenizer.decode([token]) or attention_maps.END_LABEL for token in ids[0].tolist()]
         draw(out, layers, labels)
     if json:
         drawn = None if out is None else str(out)
@@ -76,12 +78,12 @@ def probe(
             {"model": str(model), "layers": [layer.to_dict() for layer in layers], "out": drawn}
         )
         return
-    _table(layers)
+    _print_table(layers)
     if out is not None:
         console.out.print(f"drawn to {out}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _held_out(model: Path, corpus: str, windows: int, length: int) -> Tensor:
+def _validation_windows(model: Path, corpus: str, windows: int, length: int) -> Tensor:
     import torch
 
     from qkflow.data import EvalWindows, prepare
@@ -94,7 +96,7 @@ def _held_out(model: Path, corpus: str, windows: int, length: int) -> Tensor:
     return torch.from_numpy(inputs)
 
 
-def _table(layers: list[LayerProbe]) -> None:
+def _print_table(layers: list[LayerProbe]) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
@@ -103,14 +105,16 @@ def _table(layers: list[LayerProbe]) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for number, layer in enumerate(layers):
         for head in range(len(layer.entropy)):
-            values = [f"{_of_head(getattr(layer, name), head, len(layer.entropy)):.3f}" for name in MEASURES]
+            values = [
+                f"{_head_value(getattr(layer, name), head, len(layer.entropy)):.3f}" for name in MEASURES
+            ]
             if has_steps and layer.step_size:
-                values.append(f"{_of_head(layer.step_size, head, len(layer.entropy)):.3f}")
+                values.append(f"{_head_value(layer.step_size, head, len(layer.entropy)):.3f}")
             table.add_row(str(number), str(head), *values)
     console.out.print(table)
 
 
-def _of_head(values: list[float], head: int, heads: int) -> float:
+def _head_value(values: list[float], head: int, n_heads: int) -> float:
     """What belongs to a head; where it has several query heads, the largest."""
-    each = len(values) // heads
+    each = len(values) // n_heads
     return max(values[head * each : (head + 1) * each])

@@ -21,14 +21,14 @@ def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
         json: Print the summary as JSON, and nothing else, on stdout.
     """
     from qkflow.studies.pace.config import is_pace_study
-    from qkflow.studies.runner.study_dir import StudyFolder
+    from qkflow.studies.runner.study_dir import StudyDir
 
-    if is_pace_study(StudyFolder(folder).load()):
+    if is_pace_study(StudyDir(folder).load()):
         from qkflow.cli.commands import pace_study
-        from qkflow.studies.pace import rebuild as rebuild_pace
+        from qkflow.studies.pace import rebuild_pace_study as rebuild_pace
 
-        return pace_study.show(rebuild_pace(folder), json)
-    from qkflow.cli.commands.compare import show
-    from qkflow.studies import rebuild
+        return pace_study.print_study(rebuild_pace(folder), json)
+    from qkflow.cli.commands.compare import print_comparison
+    from qkflow.studies import rebuild_report
 
-    return show(rebuild(folder), json)
+    return print_comparison(rebuild_report(folder), json)

@@ -8,26 +8,26 @@ from typing import Annotated, Any
 import tyro
 
 from qkflow import console
-from qkflow.cli.commands.compare import show
-from qkflow.papers.published import Stage, published
+from qkflow.cli.commands.compare import print_comparison
+from qkflow.papers.published import Stage, get_paper_study
 from qkflow.papers.published import reproduce as run_published
-from qkflow.studies import Comparison, Question
-from qkflow.studies.runner.execution import Stopped
+from qkflow.studies import Comparison, ComparisonConfig
+from qkflow.studies.runner.execution import StudyInterrupted
 
 
 def reproduce(
     study: Annotated[str, tyro.conf.Positional],
-    data: str = Question.data,
+    data: str = ComparisonConfig.data,
     tokens: str | None = None,
     seeds: int | None = None,
     stages: tuple[str, ...] = (),
-    preset: str = Question.preset,
+    preset: str = ComparisonConfig.preset,
     out: Path | None = None,
-    tokenizer: str = Question.tokenizer,
-    length: int = Question.length,
-    batch: int = Question.batch,
-    lr: float = Question.lr,
-    device: str = Question.device,
+    tokenizer: str = ComparisonConfig.tokenizer,
+    seq_len: int = ComparisonConfig.seq_len,
+    batch_size: int = ComparisonConfig.batch_size,
+    lr: float = ComparisonConfig.lr,
+    device: str = ComparisonConfig.device,
     engine: str = "local",
     jobs: int | None = None,
     threads: int = 1,
@@ -62,7 +62,13 @@ def reproduce(
         threads: Threads of a run.
         json: Print everything found as JSON, and nothing else, on stdout.
     """
-    given = {"data": data, "preset": preset, "tokenizer": tokenizer, "length": length, "batch": batch}
+    given = {
+        "data": data,
+        "preset": preset,
+        "tokenizer": tokenizer,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+    }
     given |= {"lr": lr, "device": device}
     given |= {name: value for name, value in (("tokens", tokens), ("seeds", seeds)) if value is not None}
     codes = []
@@ -71,19 +77,24 @@ def reproduce(
         codes.append(0 if comparison.complete else 1)
         if not json:
             console.out.rule(f"{study}, {stage.name}")
-            show(comparison, json=False)
+            print_comparison(comparison, json=False)
             for sentence in found.get("sentences", []):
                 console.out.print(f"• {sentence}", markup=False, highlight=False)
 
-    paper = published(study)
+    paper = get_paper_study(study)
     console.err.print(f"{paper.paper}: {paper.claim}", markup=False, highlight=False)
     execution = {"engine": engine, "jobs": jobs, "threads": threads}
     wanted = tuple(name for text in stages for name in text.split(",") if name)
     try:
         answer = run_published(
-            study, out or Path("runs") / study, stages=wanted, shown=shown, execution=execution, **given
+            study,
+            out or Path("runs") / study,
+            stages=wanted,
+            on_stage_end=shown,
+            execution_kwargs=execution,
+            **given,
         )
-    except Stopped:
+    except StudyInterrupted:
         console.err.print("stopped; everything done so far is kept: the same command goes on from there")
         return 130
     if json:

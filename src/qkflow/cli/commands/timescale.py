@@ -17,8 +17,10 @@ from qkflow.files import write_atomic
 from qkflow.papers.fast_slow import convergence, variational
 from qkflow.papers.fast_slow import master_equation as master
 
-COMPARED = 256  # generators the solvers are compared on, fewer where COMPARED·N⁴ is more than COMPARED_WORK
-COMPARED_WORK = 1e9  # `cofactors` takes N determinants of N³ operations each
+MAX_SOLVER_GENERATORS = (
+    256  # generators the solvers are compared on, fewer where COMPARED·N⁴ is more than COMPARED_WORK
+)
+MAX_SOLVER_OPS = 1e9  # `cofactors` takes N determinants of N³ operations each
 
 
 def theory(
@@ -27,7 +29,7 @@ def theory(
     seed: int = 0,
     drift: float = 0.05,
     steps: int | None = None,
-    hidden: int = 32,
+    hidden_dim: int = 32,
     out: Path | None = None,
     quick: bool = False,
     json: bool = False,
@@ -61,43 +63,43 @@ def theory(
         raise InputError(f"--out {out} is a folder: name the HTML file to write")
     if steps is None:
         steps = 300 if quick else 2000
-    for flag, value in (("--drift", drift), ("--steps", steps), ("--hidden", hidden)):
+    for flag, value in (("--drift", drift), ("--steps", steps), ("--hidden", hidden_dim)):
         if not 0 < value < math.inf:
             raise InputError(f"{flag} must be a positive number, not {value:g}")
     check_seed("--seed", seed)
-    W = _generators(generator, states, seed)
+    W = _load_generators(generator, states, seed)
     drifting = convergence.DriftingGenerator(W.flatten(0, -3)[0] if W.ndim > 2 else W, seed)
-    compared = _compared(W, drifting, given=generator is not None, quick=quick, seed=seed)
-    solvers = master.disagreement(compared)
-    measured, fit = _run(drifting, drift, steps, hidden, seed, quick)
+    compared = _solver_test_generators(W, drifting, is_given=generator is not None, quick=quick, seed=seed)
+    solvers = master.solver_disagreement(compared)
+    measured, fit = _run_experiments(drifting, drift, steps, hidden_dim, seed, quick)
     result = {
         "generator": str(generator) if generator else "random",
-        "states": drifting.states,
+        "states": drifting.n_states,
         "seed": seed,
         "drift": drift,
         "condition": float(master.condition_number(W).max()),
-        "stationary": master.stationary(W).tolist(),
+        "stationary": master.stationary_distribution(W).tolist(),
         "solvers": {"generators": len(compared), **solvers},
         "epsilons": list(measured.errors),
         "errors": list(measured.errors.values()),
-        "predicted_error_per_epsilon": measured.predicted,
+        "predicted_error_per_epsilon": measured.predicted_error_per_epsilon,
         "order": measured.order,
         "kl": {"steps": fit.steps, "mean": fit.kl_mean, "max": fit.kl_max},
         "residual": fit.residuals,
     }
     if out is not None:
-        from qkflow.papers.fast_slow.theory_page import page
+        from qkflow.papers.fast_slow.theory_page import render_page
 
-        write_atomic(out, page(result, drifting, measured, fit))
+        write_atomic(out, render_page(result, drifting, measured, fit))
     if json:
         console.emit_json(result)
     else:
-        _print(result)
+        _print_results(result)
         if out is not None:
             console.out.print(f"plots: {out}", markup=False, soft_wrap=True, highlight=False)
 
 
-def _generators(path: Path | None, states: int | None, seed: int) -> Tensor:
+def _load_generators(path: Path | None, states: int | None, seed: int) -> Tensor:
     if path is None:
         return master.random_generator(6 if states is None else states, seed=seed)
     if states is not None:
@@ -105,40 +107,40 @@ def _generators(path: Path | None, states: int | None, seed: int) -> Tensor:
     return master.check_generator(master.load_generator(path))
 
 
-def _compared(
-    W: Tensor, drifting: convergence.DriftingGenerator, given: bool, quick: bool, seed: int
+def _solver_test_generators(
+    W: Tensor, drifting: convergence.DriftingGenerator, is_given: bool, quick: bool, seed: int
 ) -> Tensor:
     """What the solvers are compared on: given generators or random ones, and the drifting one on its way."""
-    N = drifting.states
-    count = max(2, min(32 if quick else COMPARED, int(COMPARED_WORK / N**4)))
-    along = drifting.at(convergence.turn(count // 2))
-    others = W.reshape(-1, N, N) if given else master.random_generator(N, (count // 2,), seed)
+    N = drifting.n_states
+    count = max(2, min(32 if quick else MAX_SOLVER_GENERATORS, int(MAX_SOLVER_OPS / N**4)))
+    along = drifting.at(convergence.circle_angles(count // 2))
+    others = W.reshape(-1, N, N) if is_given else master.random_generator(N, (count // 2,), seed)
     return torch.cat([others, along])
 
 
-def _run(
-    drifting: convergence.DriftingGenerator, drift: float, steps: int, hidden: int, seed: int, quick: bool
-) -> tuple[convergence.Convergence, variational.Fit]:
-    with console.progress() as progress:
+def _run_experiments(
+    drifting: convergence.DriftingGenerator, drift: float, steps: int, hidden_dim: int, seed: int, quick: bool
+) -> tuple[convergence.Convergence, variational.FitResult]:
+    with console.progress_bar() as progress:
         paths = progress.add_task("integrating ε = 1/2 … 1/64", total=len(convergence.EPSILONS))
         training = progress.add_task("training φ", total=steps, start=False)
-        measured = convergence.converge(
-            drifting, drift, points=100 if quick else 200, each=lambda path: progress.advance(paths)
+        measured = convergence.measure_convergence(
+            drifting, drift, min_steps=100 if quick else 200, callback=lambda path: progress.advance(paths)
         )
         progress.start_task(training)
-        fit = variational.fit(
+        fit = variational.fit_stationary_net(
             drifting,
             steps,
-            hidden,
+            hidden_dim,
             seed=seed,
-            each=lambda step, kl: progress.update(
+            callback=lambda step, kl: progress.update(
                 training, completed=step, description=f"training φ, KL {kl:.1e}"
             ),
         )
     return measured, fit
 
 
-def _print(result: dict[str, Any]) -> None:
+def _print_results(result: dict[str, Any]) -> None:
     solvers = dict(result["solvers"])
     compared, any_two = solvers.pop("generators"), solvers.pop("any_two")
     table = Table(title=f"W p = 0, {compared} generators of {result['states']} states", title_justify="left")

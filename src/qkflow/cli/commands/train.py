@@ -10,8 +10,8 @@ import yaml
 
 from qkflow import console
 from qkflow.errors import InputError
-from qkflow.training import Listener
-from qkflow.training.config import FREE, Parallel, RunConfig
+from qkflow.training import Callback
+from qkflow.training.config import CHANGEABLE_ON_RESUME, ParallelMode, RunConfig
 
 
 def train(
@@ -20,15 +20,15 @@ def train(
     config: Path | None = None,
     data: str | None = None,
     tokenizer: str | None = None,
-    length: int | None = None,
+    seq_len: int | None = None,
     preset: str | None = None,
     coupling: str | None = None,
     scoring: str | None = None,
-    start: str | None = None,
+    init: str | None = None,
     tokens: str | None = None,
     steps: int | None = None,
     minutes: float | None = None,
-    batch: int | None = None,
+    batch_size: int | None = None,
     accumulate: int | None = None,
     lr: float | None = None,
     schedule: str | None = None,
@@ -37,7 +37,7 @@ def train(
     seed: int | None = None,
     precision: str | None = None,
     device: str | None = None,
-    parallel: Parallel | None = None,
+    parallel: ParallelMode | None = None,
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
     threads: int | None = None,
     json: bool = False,
@@ -50,7 +50,7 @@ def train(
       qkflow train runs/first
       qkflow train runs/coupled --data my_texts/ --coupling leapfrog:n=7 --tokens 5M --lr 2e-3
       qkflow train runs/small --preset small --tokenizer bpe:8192 --length 256 --minutes 30
-      qkflow train runs/odd --config run.yaml --set train.beta2=0.98 --set model.kv_heads=2
+      qkflow train runs/odd --config run.yaml --set train.beta2=0.98 --set model.n_kv_heads=2
       torchrun --nproc-per-node 2 -m qkflow train runs/big --preset 60m --parallel fsdp
 
     Args:
@@ -83,40 +83,40 @@ def train(
     from qkflow.training import worker
 
     flags = {
-        "model": {"preset": preset, "start": start, "attention": {"coupling": coupling, "scoring": scoring}},
-        "data": {"corpus": data, "tokenizer": tokenizer, "length": length},
+        "model": {"preset": preset, "init": init, "attention": {"coupling": coupling, "scoring": scoring}},
+        "data": {"corpus": data, "tokenizer": tokenizer, "seq_len": seq_len},
         "train": {
-            "tokens": tokens, "steps": steps, "minutes": minutes, "batch": batch, "accumulate": accumulate,
+            "tokens": tokens, "steps": steps, "minutes": minutes, "batch_size": batch_size, "accumulate": accumulate,
             "lr": lr, "schedule": schedule, "warmup": warmup, "pace": pace, "seed": seed,
             "precision": precision, "device": device,
         },
     }  # fmt: skip
-    given = _merge(_merge(_read(config), _without_none(flags)), _assignments(set))
-    settled = settle(folder, given)
-    worker.prepare_process(threads)
-    with _Shown(folder) as shown:
-        code = worker.work(folder, shown, parallel, settled)
-    if code == worker.INTERRUPTED:
+    given = _deep_merge(_deep_merge(_read_yaml(config), _drop_none(flags)), _parse_assignments(set))
+    settled = resolve_config(folder, given)
+    worker.configure_process(threads)
+    with _ProgressCallback(folder) as shown:
+        code = worker.run_worker(folder, shown, parallel, settled)
+    if code == worker.EXIT_INTERRUPTED:
         said = f"qkflow train {folder}  goes on from there"
         console.err.print(said, markup=False, highlight=False, soft_wrap=True)
-    if code == worker.FINISHED and shown.leads:
-        show_result(folder, json)
+    if code == worker.EXIT_FINISHED and shown.is_main:
+        print_result(folder, json)
     return code
 
 
-def settle(folder: Path, given: dict[str, Any]) -> RunConfig | None:
+def resolve_config(folder: Path, overrides: dict[str, Any]) -> RunConfig | None:
     """The config of a new run, or of an old one with changes that are free; None to leave it as it is."""
     path = folder / "config.yaml"
     if not path.exists():
-        config = RunConfig.from_dict(given)
+        config = RunConfig.from_dict(overrides)
         if folder.exists() and (not folder.is_dir() or any(p.name[0] != "." for p in folder.iterdir())):
             raise InputError(f"{folder} holds something else: give a new or an empty folder")
         return config
     old = RunConfig.load(path)
-    if not given:
+    if not overrides:
         return None
-    new = RunConfig.from_dict(_merge(old.to_dict(), given))
-    free = {f"train.{name} " for name in FREE}
+    new = RunConfig.from_dict(_deep_merge(old.to_dict(), overrides))
+    free = {f"train.{name} " for name in CHANGEABLE_ON_RESUME}
     bound = [text for text in old.differences(new) if not any(text.startswith(name) for name in free)]
     if bound:
         raise InputError(
@@ -125,8 +125,8 @@ def settle(folder: Path, given: dict[str, Any]) -> RunConfig | None:
     return new
 
 
-def show_result(folder: Path, json: bool) -> None:
-    from qkflow.measures.language import in_words
+def print_result(folder: Path, json: bool) -> None:
+    from qkflow.measures.language import format_eval_result
     from qkflow.training.loop import read_result
 
     result = read_result(folder) or {}
@@ -140,59 +140,63 @@ def show_result(folder: Path, json: bool) -> None:
     lines = [
         f"{folder}: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "
         f"{result['seconds']:.0f} s of training ({speed:,.0f} tokens/s)",
-        f"validation: {in_words(result)}",
+        f"validation: {format_eval_result(result)}",
         f"next: qkflow generate {folder} --prompt '...'   qkflow probe {folder} --text '...'",
     ]
     console.out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-class _Shown(Listener):
+class _ProgressCallback(Callback):
     """A progress bar with tokens a second, loss and time left, on stderr."""
 
     def __init__(self, folder: Path) -> None:
         from rich.progress import TextColumn
 
-        self.leads = True
+        self.is_main = True
         self._folder = folder
-        self._bar = console.progress(TextColumn("{task.fields[said]}"))
+        self._bar = console.progress_bar(TextColumn("{task.fields[said]}"))
         self._task: Any = None
-        self._speed = ""
-        self._held_out = ""
+        self._train_text = ""
+        self._eval_text = ""
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> _ProgressCallback:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar.live.is_started:  # rich ends even a bar that never began with an empty line
             self._bar.stop()
 
-    def begin(self, run: Any) -> None:
-        self.leads = run.team.leads
-        if not self.leads:
+    def on_start(self, trainer: Any) -> None:
+        self.is_main = trainer.dist_context.is_main
+        if not self.is_main:
             return
-        total = run.budget.steps or run.budget.seconds
+        total = trainer.budget.steps or trainer.budget.seconds
         self._task = self._bar.add_task(
-            f"training {self._folder.name}", total=total, completed=run.step, said=""
+            f"training {self._folder.name}", total=total, completed=trainer.step, said=""
         )
         self._bar.start()
 
-    def stepped(self, run: Any, loss: Any) -> None:
+    def on_step(self, trainer: Any, loss: Any) -> None:
         if self._task is not None:
-            done = run.step if run.budget.steps else min(round(run.seconds), round(run.budget.seconds))
+            done = (
+                trainer.step
+                if trainer.budget.steps
+                else min(round(trainer.seconds), round(trainer.budget.seconds))
+            )
             self._bar.update(self._task, completed=done)
 
-    def row(self, row: dict[str, Any]) -> None:
+    def on_metrics(self, row: dict[str, Any]) -> None:
         if row["kind"] == "train":
-            self._speed = f"{row['tokens_per_second']:,.0f} tokens/s  loss {row['loss']:.3f}"
+            self._train_text = f"{row['tokens_per_second']:,.0f} tokens/s  loss {row['loss']:.3f}"
         elif row["kind"] == "eval":
-            self._held_out = f"  validation {row['loss']:.3f}"
-        self._bar.update(self._task, said=self._speed + self._held_out)
+            self._eval_text = f"  validation {row['loss']:.3f}"
+        self._bar.update(self._task, said=self._train_text + self._eval_text)
 
-    def note(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def on_message(self, message: str) -> None:
+        self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def _read(path: Path | None) -> dict[str, Any]:
+def _read_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     RunConfig.load(path)  # says what is wrong with it, and where
@@ -200,7 +204,7 @@ def _read(path: Path | None) -> dict[str, Any]:
     return values
 
 
-def _assignments(texts: tuple[str, ...]) -> dict[str, Any]:
+def _parse_assignments(texts: tuple[str, ...]) -> dict[str, Any]:
     """`train.clip=0.5` as the nested mapping it stands for."""
     merged: dict[str, Any] = {}
     for text in texts:
@@ -213,22 +217,22 @@ def _assignments(texts: tuple[str, ...]) -> dict[str, Any]:
             raise InputError(f"--set {key}: '{value}' cannot be read as YAML") from None
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        merged = _merge(merged, nested)
+        merged = _deep_merge(merged, nested)
     return merged
 
 
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+def _deep_merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
-    for key, value in top.items():
+    for key, value in overrides.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = _deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_none(values: dict[str, Any]) -> dict[str, Any]:
     kept = {}
     for key, value in values.items():
-        value = _without_none(value) if isinstance(value, dict) else value
+        value = _drop_none(value) if isinstance(value, dict) else value
         if value is not None and value != {}:
             kept[key] = value
     return kept

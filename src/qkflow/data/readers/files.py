@@ -15,9 +15,9 @@ from typing import Any, cast
 from qkflow.data.readers import documents, tables
 from qkflow.errors import InputError, unknown
 
-READING = 2  # part of every cache key: raise it when the same file gives other documents than before
+READER_VERSION = 2  # part of every cache key: raise it when the same file gives other documents than before
 
-KINDS = {
+FORMAT_BY_SUFFIX = {
     ".parquet": "parquet",
     ".pq": "parquet",
     ".jsonl": "jsonl",
@@ -32,47 +32,51 @@ KINDS = {
     ".rst": "text",
     ".tex": "text",
 }
-COMPRESSED = (".gz", ".bz2", ".xz")
+COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz")
 
 
-def kind_of(path: Path) -> str | None:
+def detect_format(path: Path) -> str | None:
     """How a file is read, by its name; None where the name does not tell."""
-    if path.suffix.lower() in COMPRESSED:
+    if path.suffix.lower() in COMPRESSION_SUFFIXES:
         path = Path(path.stem)
-    return KINDS.get(path.suffix.lower())
+    return FORMAT_BY_SUFFIX.get(path.suffix.lower())
 
 
-class Meter:
+class ReadProgress:
     """How many bytes of the source have been read so far: written by one thread, shown by another."""
 
     def __init__(self) -> None:
-        self.done = 0
+        self.bytes_read = 0
 
     def advance(self, count: int) -> None:
-        self.done += count
+        self.bytes_read += count
 
 
-class MeteredFile(io.FileIO):
-    meter: Meter
+class ProgressFile(io.FileIO):
+    progress: ReadProgress
 
     def readinto(self, buffer: Any, /) -> int | None:
         count = super().readinto(buffer)
-        self.meter.advance(count or 0)
+        self.progress.advance(count or 0)
         return count
 
 
 @dataclass(frozen=True)
 class SourceFile:
     path: Path
-    kind: str  # a value of KINDS
-    part: str  # which of the splits it belongs to, see `qkflow.data.splits`
-    whole: bool = False  # a text without marks is one document
+    file_format: str  # a value of KINDS
+    source_split: str  # which of the splits it belongs to, see `qkflow.data.splits`
+    single_document: bool = False  # a text without marks is one document
 
-    def documents(self, column: str | None, meter: Meter) -> Iterator[str]:
+    def iter_documents(self, column: str | None, progress: ReadProgress) -> Iterator[str]:
         """The documents in order, none longer than `documents.LONGEST`, none of whitespace alone."""
         try:
-            for text in self._texts(column, meter):
-                for piece in documents.cut([text], None) if len(text) > documents.LONGEST else (text,):
+            for text in self._iter_texts(column, progress):
+                for piece in (
+                    documents.split_text([text], None)
+                    if len(text) > documents.MAX_DOCUMENT_CHARS
+                    else (text,)
+                ):
                     if piece and not piece.isspace():
                         yield piece
         except (EOFError, zlib.error, lzma.LZMAError) as error:
@@ -89,30 +93,34 @@ class SourceFile:
                 "convert it first, for example with `iconv -f latin1 -t utf-8`"
             ) from error
 
-    def _texts(self, column: str | None, meter: Meter) -> Iterator[str]:
-        if self.kind == "parquet":
-            yield from documents.articles(tables.parquet_rows(self.path, column, meter.advance))
+    def _iter_texts(self, column: str | None, progress: ReadProgress) -> Iterator[str]:
+        if self.file_format == "parquet":
+            yield from documents.join_wikitext_articles(
+                tables.parquet_texts(self.path, column, progress.advance)
+            )
             return
-        if self.kind == "text" and column not in (None, *documents.UNITS):
+        if self.file_format == "text" and column not in (None, *documents.UNITS):
             raise unknown(f"unit of the plain text {self.path}", str(column), documents.UNITS)
-        with self._open(meter) as stream:
-            if self.kind == "jsonl":
+        with self._open(progress) as stream:
+            if self.file_format == "jsonl":
                 rows = tables.jsonl_rows(stream, self.path)
-                yield from documents.articles(tables.row_texts(rows, column, self.path))
+                yield from documents.join_wikitext_articles(tables.row_texts(rows, column, self.path))
                 return
             if b"\0" in stream.peek(8192)[:8192]:
                 raise InputError(f"{self.path} is binary, not UTF-8 text, JSONL, CSV, TSV or Parquet")
             # "utf-8-sig" drops a byte-order mark; every line end becomes "\n"
             text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-            if self.kind in ("csv", "tsv"):
-                yield from tables.csv_rows(text, self.path, column, tabs=self.kind == "tsv")
+            if self.file_format in ("csv", "tsv"):
+                yield from tables.csv_texts(text, self.path, column, tab_separated=self.file_format == "tsv")
             else:
                 size = self.path.stat().st_size
-                yield from documents.documents(text.read, size, unit=column, whole=self.whole)
+                yield from documents.split_documents(
+                    text.read, size, unit=column, single_document=self.single_document
+                )
 
-    def _open(self, meter: Meter) -> io.BufferedReader:
-        raw = MeteredFile(self.path)
-        raw.meter = meter
+    def _open(self, progress: ReadProgress) -> io.BufferedReader:
+        raw = ProgressFile(self.path)
+        raw.progress = progress
         buffered = io.BufferedReader(raw, 1 << 20)
         kinds: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
         open_compressed = kinds.get(self.path.suffix.lower())

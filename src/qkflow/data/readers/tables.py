@@ -12,39 +12,43 @@ from typing import IO, Any
 
 from qkflow.errors import InputError, unknown
 
-USUAL = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
-MENTIONED = 12  # columns named in an error, at most
-AHEAD = 100  # rows with text looked at before a column of no usual name is taken
+TEXT_COLUMN_NAMES = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
+MAX_LISTED_COLUMNS = 12  # columns named in an error, at most
+LOOKAHEAD_ROWS = 100  # rows with text looked at before a column of no usual name is taken
 
 
-def choose_column(columns: list[str], texts: list[str], wanted: str | None, where: object) -> str:
+def choose_column(
+    columns: list[str], text_columns: list[str], requested_column: str | None, source: object
+) -> str:
     """The column that holds the text: the one asked for, one of the usual names, or the only one of text."""
-    if wanted in columns:
-        return wanted
-    if wanted is not None:
-        near = difflib.get_close_matches(wanted, columns, n=MENTIONED) or columns
-        raise unknown(f"column of {where}", wanted, near[:MENTIONED])
-    if not texts:
+    if requested_column in columns:
+        return requested_column
+    if requested_column is not None:
+        near = difflib.get_close_matches(requested_column, columns, n=MAX_LISTED_COLUMNS) or columns
+        raise unknown(f"column of {source}", requested_column, near[:MAX_LISTED_COLUMNS])
+    if not text_columns:
         raise InputError(
-            f"{where} has no column of text, only {', '.join(columns[:MENTIONED]) or 'empty rows'}"
+            f"{source} has no column of text, only {', '.join(columns[:MAX_LISTED_COLUMNS]) or 'empty rows'}"
         )
-    usual = [name for name in USUAL if name in texts]
-    if not usual and len(texts) > 1:
+    usual = [name for name in TEXT_COLUMN_NAMES if name in text_columns]
+    if not usual and len(text_columns) > 1:
         raise InputError(
-            f"{where} has the columns {', '.join(texts[:MENTIONED])}: "
-            f"say which holds the text, as in {where}#{texts[0]}"
+            f"{source} has the columns {', '.join(text_columns[:MAX_LISTED_COLUMNS])}: "
+            f"say which holds the text, as in {source}#{text_columns[0]}"
         )
-    return (usual or texts)[0]
+    return (usual or text_columns)[0]
 
 
-def checked(value: object, where: object, column: str, number: int) -> str:
+def require_text(value: object, source: object, column: str, row_number: int) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{where} row {number}: column '{column}' holds {type(value).__name__}, not text")
+        raise InputError(
+            f"{source} row {row_number}: column '{column}' holds {type(value).__name__}, not text"
+        )
     return value
 
 
 def row_texts(
-    rows: Iterable[tuple[int, Any]], wanted: str | None, where: object, within: int | None = None
+    rows: Iterable[tuple[int, Any]], requested_column: str | None, source: object, max_rows: int | None = None
 ) -> Iterator[str]:
     """The texts of numbered rows, objects or bare strings; rows whose column is missing or null are left out.
 
@@ -56,24 +60,28 @@ def row_texts(
     columns: dict[str, None] = {}
     texts: dict[str, None] = {}
     held: list[tuple[int, Any]] = []  # rows that may hold text
-    for number, row in islice(rows, within):
+    for number, row in islice(rows, max_rows):
         if isinstance(row, str) and not held:
             yield row
             continue
         if isinstance(row, dict):
             columns.update(dict.fromkeys(row))
             texts.update(dict.fromkeys(name for name, value in row.items() if isinstance(value, str)))
-        settled = not texts.keys().isdisjoint(USUAL) if wanted is None else wanted in columns
-        if settled or (wanted is None and texts):
+        settled = (
+            not texts.keys().isdisjoint(TEXT_COLUMN_NAMES)
+            if requested_column is None
+            else requested_column in columns
+        )
+        if settled or (requested_column is None and texts):
             held.append((number, row))
-        if settled or len(held) == AHEAD:
+        if settled or len(held) == LOOKAHEAD_ROWS:
             break
     if columns:
-        column = choose_column(list(columns), list(texts), wanted, where)
+        column = choose_column(list(columns), list(texts), requested_column, source)
         for number, row in chain(held, rows):
             value = row if isinstance(row, str) else row.get(column)
             if value is not None:
-                yield checked(value, where, column, number)
+                yield require_text(value, source, column, number)
 
 
 def jsonl_rows(stream: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
@@ -95,19 +103,21 @@ def jsonl_rows(stream: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
         yield number, row
 
 
-def csv_rows(stream: io.TextIOBase, path: Path, column: str | None, *, tabs: bool) -> Iterator[str]:
+def csv_texts(stream: io.TextIOBase, path: Path, column: str | None, *, tab_separated: bool) -> Iterator[str]:
     """Rows under a line of column names; where `column` is a number (from 1), there is no such line."""
     import csv
 
     csv.field_size_limit(1 << 30)
     numbered = column is not None and column.isdigit()
     first = stream.readline()
-    separator = "\t" if tabs else ","
-    if not (tabs or numbered or "," in first):  # a header without commas shows what stands for them
+    separator = "\t" if tab_separated else ","
+    if not (tab_separated or numbered or "," in first):  # a header without commas shows what stands for them
         separator = next((mark for mark in ";\t|" if mark in first), ",")
     # TSV as data sets use it knows no quoting: a quotation mark is part of the text.
     rows = csv.reader(
-        chain([first], stream), delimiter=separator, quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+        chain([first], stream),
+        delimiter=separator,
+        quoting=csv.QUOTE_NONE if tab_separated else csv.QUOTE_MINIMAL,
     )
     names = [] if numbered else next(rows, [])
     index = int(column or 0) - 1 if numbered else names.index(choose_column(names, names, column, path))
@@ -119,14 +129,18 @@ def csv_rows(stream: io.TextIOBase, path: Path, column: str | None, *, tabs: boo
                 f"{path} line {rows.line_num} has {len(row)} columns: there is no number {index + 1}"
             )
         if any(row[width:]):  # to go on would be to cut a text short
-            rule = "no text may contain a tab" if tabs else f"quote each text that contains '{separator}'"
+            rule = (
+                "no text may contain a tab"
+                if tab_separated
+                else f"quote each text that contains '{separator}'"
+            )
             raise InputError(
                 f"{path} line {rows.line_num} has {len(row)} columns, the first line {width}: {rule}"
             )
         yield row[index]
 
 
-def parquet_rows(path: Path, column: str | None, advance: Callable[[int], None]) -> Iterator[str]:
+def parquet_texts(path: Path, column: str | None, advance: Callable[[int], None]) -> Iterator[str]:
     """Rows of a Parquet file; `advance(bytes)` is told how much of the file they stand for."""
     try:
         import pyarrow as arrow
@@ -149,5 +163,5 @@ def parquet_rows(path: Path, column: str | None, advance: Callable[[int], None])
         for value in batch.column(0).to_pylist():
             number += 1
             if value is not None:
-                yield checked(value, path, chosen, number)
+                yield require_text(value, path, chosen, number)
         advance(size * batch.num_rows // table.metadata.num_rows)

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.data.tasks import agreement, glue, hatexplain, squad
-from qkflow.data.tasks.examples import Example, Loaded, majority_mask, token_mask, word_spans
+from qkflow.data.tasks.examples import Example, TaskDataset, majority_mask, token_mask, word_spans
 from qkflow.errors import unknown
 
-TASKS: dict[str, Callable[..., Loaded]] = {
+TASKS: dict[str, Callable[..., TaskDataset]] = {
     "agreement": agreement.load,
     "hatexplain": hatexplain.load,
     "squad": squad.load,
-    **{name: partial(glue.load, name) for name in glue.TASKS},
+    **{name: partial(glue.load, name) for name in glue.GLUE_TASKS},
 }
 
-__all__ = ["TASKS", "Example", "Loaded", "load", "majority_mask", "token_mask", "word_spans"]
+__all__ = ["TASKS", "Example", "TaskDataset", "load", "majority_mask", "token_mask", "word_spans"]
 
 
-def load(task: str, source: str | Path, **options: Any) -> Loaded:
+def load(task: str, source: str | Path, **options: Any) -> TaskDataset:
     """A task from a file, a folder or the hub (`hf`, `hf:owner/name`); options are those of its module."""
     if task not in TASKS:
         raise unknown("task", task, TASKS)

@@ -26,17 +26,17 @@ NOUNS = tuple(tuple(pair.split()) for pair in _NOUNS.split("|"))  # (singular, p
 VERBS = (("is", "are"), ("was", "were"), ("has", "have"), ("seems", "seem"), ("remains", "remain"))
 _ADJECTIVES = "old new small large red famous quiet broken young local strange heavy".split()  # noqa: SIM905
 _PREPOSITIONS = "near behind beside to from with of above".split()  # noqa: SIM905
-_PAST = "liked saw feared admired knew praised visited followed".split()  # noqa: SIM905
+_PAST_VERBS = "liked saw feared admired knew praised visited followed".split()  # noqa: SIM905
 _OPENINGS = ("yesterday", "in the end", "last year", "according to the news", "as we all know")
-_RESTS = ("very old .", "in the city .", "well known today .", "here again .", "not what it was .")
+_ENDINGS = ("very old .", "in the city .", "well known today .", "here again .", "not what it was .")
 
 
 def generate(
-    number: int,
+    n_examples: int,
     seed: int = 0,
     max_modifiers: int = 2,
-    attractor_share: float = 0.5,
-    whole: bool = False,
+    attractor_prob: float = 0.5,
+    full_sentence: bool = False,
 ) -> list[Example]:
     """`number` sentences, half singular and half plural, up to the verb (`whole`: to the end).
 
@@ -44,35 +44,40 @@ def generate(
     `attractor_share`. The rationale is the subject (`whole`: subject and verb). `facts` hold subject, verb,
     subject_index, verb_index, attractors and nouns_between.
     """
-    if number < 1 or max_modifiers < 0 or not 0 <= attractor_share <= 1:
-        given = f"{number}, {max_modifiers} and {attractor_share}"
+    if n_examples < 1 or max_modifiers < 0 or not 0 <= attractor_prob <= 1:
+        given = f"{n_examples}, {max_modifiers} and {attractor_prob}"
         raise InputError(
             f"sentences and modifiers are counts and the attractor share lies in 0…1, not {given}"
         )
     source = random.Random(seed)
-    plurals = [index % 2 == 1 for index in range(number)]
+    plurals = [index % 2 == 1 for index in range(n_examples)]
     source.shuffle(plurals)
     return [
-        _sentence(source, f"sentence {index}", plural, max_modifiers, attractor_share, whole)
+        _generate_sentence(source, f"sentence {index}", plural, max_modifiers, attractor_prob, full_sentence)
         for index, plural in enumerate(plurals)
     ]
 
 
-def _sentence(
-    source: random.Random, name: str, plural: bool, max_modifiers: int, attractor_share: float, whole: bool
+def _generate_sentence(
+    rng: random.Random,
+    name: str,
+    plural: bool,
+    max_modifiers: int,
+    attractor_prob: float,
+    full_sentence: bool,
 ) -> Example:
     words: list[str] = []
-    if source.random() < 0.3:
-        words += [*source.choice(_OPENINGS).split(), ","]
-    words += _noun_phrase(source, plural)
+    if rng.random() < 0.3:
+        words += [*rng.choice(_OPENINGS).split(), ","]
+    words += _noun_phrase(rng, plural)
     subject = len(words) - 1
-    modifiers = source.randint(0, max_modifiers)
+    modifiers = rng.randint(0, max_modifiers)
     attractors = 0
     for _ in range(modifiers):
-        differs = source.random() < attractor_share
+        differs = rng.random() < attractor_prob
         attractors += differs
-        words += _modifier(source, plural != differs)
-    verb, verb_index = source.choice(VERBS)[plural], len(words)
+        words += _modifier(rng, plural != differs)
+    verb, verb_index = rng.choice(VERBS)[plural], len(words)
     facts = {
         "subject": words[subject],
         "verb": verb,
@@ -81,23 +86,23 @@ def _sentence(
         "attractors": attractors,
         "nouns_between": modifiers,
     }
-    if whole:
-        words += [verb, *source.choice(_RESTS).split()]
+    if full_sentence:
+        words += [verb, *rng.choice(_ENDINGS).split()]
     text, spans = join_words(words)
-    rationale = (spans[subject], spans[verb_index]) if whole else (spans[subject],)
-    return Example(name, text, "PL" if plural else "SG", rationales=(rationale,), facts=facts)
+    rationale = (spans[subject], spans[verb_index]) if full_sentence else (spans[subject],)
+    return Example(name, text, "PL" if plural else "SG", rationales=(rationale,), metadata=facts)
 
 
-def _noun_phrase(source: random.Random, plural: bool) -> list[str]:
-    adjective = [source.choice(_ADJECTIVES)] if source.random() < 0.3 else []
-    return ["the", *adjective, source.choice(NOUNS)[plural]]
+def _noun_phrase(rng: random.Random, plural: bool) -> list[str]:
+    adjective = [rng.choice(_ADJECTIVES)] if rng.random() < 0.3 else []
+    return ["the", *adjective, rng.choice(NOUNS)[plural]]
 
 
-def _modifier(source: random.Random, plural: bool) -> list[str]:
-    phrase = _noun_phrase(source, plural)
-    shape = source.random()
+def _modifier(rng: random.Random, plural: bool) -> list[str]:
+    phrase = _noun_phrase(rng, plural)
+    shape = rng.random()
     if shape < 0.6:
-        return [source.choice(_PREPOSITIONS), *phrase]
+        return [rng.choice(_PREPOSITIONS), *phrase]
     if shape < 0.8:
-        return ["that", *phrase, source.choice(_PAST)]
-    return ["that", source.choice(_PAST), *phrase]
+        return ["that", *phrase, rng.choice(_PAST_VERBS)]
+    return ["that", rng.choice(_PAST_VERBS), *phrase]

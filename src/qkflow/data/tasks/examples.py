@@ -29,17 +29,17 @@ class Example:
     name: str  # where it comes from, for messages
     text: str
     label: str | None
-    pair: str | None = None  # the second text of a two-text task
+    text_pair: str | None = None  # the second text of a two-text task
     rationales: tuple[tuple[Span, ...], ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class TaskDataset:
     """Examples, and how many were dropped, repaired or otherwise worth a word, by reason."""
 
     examples: list[Example]
-    notes: Mapping[str, int] = field(default_factory=dict)
+    issue_counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def labels(self) -> list[str]:
@@ -61,7 +61,7 @@ def join_words(words: Sequence[str]) -> tuple[str, list[Span]]:
     return " ".join(words), spans
 
 
-def spans_of_mask(mask: Sequence[int], spans: Sequence[Span], name: str) -> tuple[Span, ...]:
+def mask_to_spans(mask: Sequence[int], spans: Sequence[Span], name: str) -> tuple[Span, ...]:
     """The character spans that a 0/1 mask over words marks, neighbours joined."""
     if len(mask) != len(spans):
         raise InputError(
@@ -93,16 +93,16 @@ def majority_mask(offsets: Sequence[Span], rationales: Sequence[Sequence[Span]])
     )
 
 
-def find_file(source: Path, names: Sequence[str], what: str) -> Path:
+def find_file(source: Path, names: Sequence[str], description: str) -> Path:
     """`source` itself if it is a file, else the first of `names` in that folder."""
     if source.is_file():
         return source
     if not source.exists():
-        raise InputError(f"no {what} at {source}: give a file, a folder that holds one, or hf:NAME")
+        raise InputError(f"no {description} at {source}: give a file, a folder that holds one, or hf:NAME")
     for name in names:
         if (source / name).is_file():
             return source / name
-    raise InputError(f"no {what} in {source}: looked for {', '.join(names)}")
+    raise InputError(f"no {description} in {source}: looked for {', '.join(names)}")
 
 
 def read_json(path: Path) -> Any:
@@ -136,7 +136,9 @@ def read_tsv(path: Path) -> Iterator[tuple[str, list[str]]]:
                 yield f"{path.name}:{number}", cells
 
 
-def hub_rows(source: str, default: str, split: str, config: str | None = None) -> Iterator[tuple[str, dict]]:
+def hub_rows(
+    source: str, default_repo_id: str, split: str, config: str | None = None
+) -> Iterator[tuple[str, dict]]:
     """(name, row) of a split on the hub; `source` is `hf` or `hf:owner/name`."""
     try:
         from datasets import load_dataset
@@ -144,7 +146,7 @@ def hub_rows(source: str, default: str, split: str, config: str | None = None) -
         raise InputError(
             'reading from the hub needs the datasets package: pip install "qkflow[data]"'
         ) from None
-    identifier = source.removeprefix("hf").removeprefix(":") or default
+    identifier = source.removeprefix("hf").removeprefix(":") or default_repo_id
     try:
         rows = load_dataset(identifier, config, split=split)
     except Exception as error:
@@ -154,5 +156,5 @@ def hub_rows(source: str, default: str, split: str, config: str | None = None) -
         yield f"{identifier}:{split}:{number}", dict(row)
 
 
-def from_hub(source: str | Path) -> bool:
+def is_hub_source(source: str | Path) -> bool:
     return isinstance(source, str) and (source == "hf" or source.startswith("hf:"))

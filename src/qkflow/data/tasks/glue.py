@@ -8,97 +8,105 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks.examples import Example, Loaded, find_file, from_hub, hub_rows, read_tsv
+from qkflow.data.tasks.examples import Example, TaskDataset, find_file, hub_rows, is_hub_source, read_tsv
 from qkflow.errors import InputError, unknown
 
 SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
-class Task:
+class GlueTask:
     """Where a task keeps its texts and label, and in which files."""
 
     folder: str
     config: str  # name of the set on the hub
-    texts: tuple[str, ...]
-    label: str
-    labels: tuple[str, ...]  # in the order of the hub's label ids
+    text_columns: tuple[str, ...]
+    label_column: str
+    label_names: tuple[str, ...]  # in the order of the hub's label ids
     files: Mapping[str, tuple[str, ...]]
     columns: tuple[str, ...] = ()  # of files that have no header
 
 
-_PLAIN = {"train": ("train.tsv",), "validation": ("dev.tsv",), "test": ("test.tsv",)}
-_PARAPHRASE = {
+_DEFAULT_FILES = {"train": ("train.tsv",), "validation": ("dev.tsv",), "test": ("test.tsv",)}
+_MRPC_FILES = {
     "train": ("msr-para-train.tsv", "train.tsv", "msr_paraphrase_train.txt"),
     "validation": ("msr-para-val.tsv", "dev.tsv"),
     "test": ("msr-para-test.tsv", "test.tsv", "msr_paraphrase_test.txt"),
 }
-TASKS = {
-    "sst-2": Task("SST-2", "sst2", ("sentence",), "label", ("0", "1"), _PLAIN),
-    "cola": Task(
-        "CoLA", "cola", ("sentence",), "label", ("0", "1"), _PLAIN, ("source", "label", "star", "sentence")
+GLUE_TASKS = {
+    "sst-2": GlueTask("SST-2", "sst2", ("sentence",), "label", ("0", "1"), _DEFAULT_FILES),
+    "cola": GlueTask(
+        "CoLA",
+        "cola",
+        ("sentence",),
+        "label",
+        ("0", "1"),
+        _DEFAULT_FILES,
+        ("source", "label", "star", "sentence"),
     ),
-    "mrpc": Task("MRPC", "mrpc", ("#1 String", "#2 String"), "Quality", ("0", "1"), _PARAPHRASE),
-    "rte": Task("RTE", "rte", ("sentence1", "sentence2"), "label", ("entailment", "not_entailment"), _PLAIN),
+    "mrpc": GlueTask("MRPC", "mrpc", ("#1 String", "#2 String"), "Quality", ("0", "1"), _MRPC_FILES),
+    "rte": GlueTask(
+        "RTE", "rte", ("sentence1", "sentence2"), "label", ("entailment", "not_entailment"), _DEFAULT_FILES
+    ),
 }
 
 
-def load(task: str, source: str | Path, split: str = "train") -> Loaded:
+def load(task: str, source: str | Path, split: str = "train") -> TaskDataset:
     """One task and split, from a TSV, from the task's folder, from the folder above it, or from the hub.
 
     Lines with too few columns are skipped and counted; test files have no labels.
     """
-    if task not in TASKS:
-        raise unknown("GLUE task", task, TASKS)
+    if task not in GLUE_TASKS:
+        raise unknown("GLUE task", task, GLUE_TASKS)
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
-    layout = TASKS[task]
-    if from_hub(source):
+    layout = GLUE_TASKS[task]
+    if is_hub_source(source):
         rows = hub_rows(str(source), "nyu-mll/glue", split, layout.config)
-        return Loaded([_hub_example(layout, name, row) for name, row in rows])
+        return TaskDataset([_hub_example(layout, name, row) for name, row in rows])
     folder = Path(source)
     if (folder / layout.folder).is_dir():
         folder = folder / layout.folder
     path = find_file(folder, layout.files[split], f"{layout.folder} {split} file")
     notes: Counter[str] = Counter()
-    return Loaded(list(_file_examples(layout, path, notes)), notes)
+    return TaskDataset(list(_file_examples(layout, path, notes)), notes)
 
 
-def _file_examples(layout: Task, path: Path, notes: Counter[str]) -> Iterator[Example]:
+def _file_examples(task: GlueTask, path: Path, issue_counts: Counter[str]) -> Iterator[Example]:
     lines = read_tsv(path)
     where, first = next(lines, ("", []))
     header = [cell.strip() for cell in first]
-    if all(name in header for name in layout.texts):
+    if all(name in header for name in task.text_columns):
         columns: Iterable[str] = header
-    elif layout.columns and len(first) == len(layout.columns):
-        columns = layout.columns
-        lines = _again((where, first), lines)
+    elif task.columns and len(first) == len(task.columns):
+        columns = task.columns
+        lines = _prepend((where, first), lines)
     else:
         raise InputError(
-            f"{path} is not a {layout.folder} file: no column {', '.join(layout.texts)} in its first line"
+            f"{path} is not a {task.folder} file: no column {', '.join(task.text_columns)} in its first line"
         )
     places = {name: index for index, name in enumerate(columns)}
     for where, cells in lines:
         if len(cells) < len(places):
-            notes["lines skipped: too few columns"] += 1
+            issue_counts["lines skipped: too few columns"] += 1
             continue
-        texts = [cells[places[name]].strip() for name in layout.texts]
-        label = cells[places[layout.label]].strip() if layout.label in places else None
-        if label is not None and label not in layout.labels:
-            raise InputError(f"{where} needs a label out of {', '.join(layout.labels)}, not '{label}'")
-        yield Example(where, texts[0], label, pair=texts[1] if len(texts) > 1 else None)
+        texts = [cells[places[name]].strip() for name in task.text_columns]
+        label = cells[places[task.label_column]].strip() if task.label_column in places else None
+        if label is not None and label not in task.label_names:
+            raise InputError(f"{where} needs a label out of {', '.join(task.label_names)}, not '{label}'")
+        yield Example(where, texts[0], label, text_pair=texts[1] if len(texts) > 1 else None)
 
 
-def _again(
+def _prepend(
     first: tuple[str, list[str]], rest: Iterator[tuple[str, list[str]]]
 ) -> Iterator[tuple[str, list[str]]]:
     yield first
     yield from rest
 
 
-def _hub_example(layout: Task, name: str, row: dict[str, Any]) -> Example:
-    pair = len(layout.texts) > 1
+def _hub_example(task: GlueTask, name: str, row: dict[str, Any]) -> Example:
+    pair = len(task.text_columns) > 1
     number = int(row["label"])
-    label = layout.labels[number] if number >= 0 else None
+    label = task.label_names[number] if number >= 0 else None
     text = row["sentence1"] if pair else row["sentence"]
-    return Example(name, text, label, pair=row["sentence2"] if pair else None)
+    return Example(name, text, label, text_pair=row["sentence2"] if pair else None)

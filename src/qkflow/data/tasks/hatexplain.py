@@ -15,61 +15,63 @@ from typing import Any
 
 from qkflow.data.tasks.examples import (
     Example,
-    Loaded,
     Span,
+    TaskDataset,
     find_file,
-    from_hub,
     hub_rows,
+    is_hub_source,
     join_words,
+    mask_to_spans,
     read_json,
     read_jsonl,
-    spans_of_mask,
     word_spans,
 )
 from qkflow.errors import InputError
 
 LABELS = ("hatespeech", "normal", "offensive")  # in the order of the hub's label ids
-_JSONL = {
+_JSONL_FILES = {
     "train": ("train.jsonl",),
     "validation": ("val.jsonl", "validation.jsonl", "dev.jsonl"),
     "test": ("test.jsonl",),
 }
-_DIVISIONS = {"train": "train", "validation": "val", "test": "test"}
+_DIVISION_KEYS = {"train": "train", "validation": "val", "test": "test"}
 
 
-def load(source: str | Path, split: str = "train") -> Loaded:
+def load(source: str | Path, split: str = "train") -> TaskDataset:
     """Posts from `dataset.json` (a file, or its folder), from JSONL, or from the hub.
 
     The label is the majority's; posts on which three annotators gave three labels are dropped and counted. A
     post's rationales are one per annotator who gave one; posts without any are counted.
     """
-    if split not in _JSONL:
-        raise InputError(f"HateXplain has no '{split}' split: use {', '.join(_JSONL)}")
+    if split not in _JSONL_FILES:
+        raise InputError(f"HateXplain has no '{split}' split: use {', '.join(_JSONL_FILES)}")
     notes: Counter[str] = Counter()
-    if from_hub(source):
+    if is_hub_source(source):
         rows = _hub_posts(hub_rows(str(source), "Hate-speech-CNERG/hatexplain", split))
-        found = _annotated(rows, notes)
+        found = _examples_from_posts(rows, notes)
     else:
-        path = find_file(Path(source), ("dataset.json", *_JSONL[split]), "HateXplain file")
+        path = find_file(Path(source), ("dataset.json", *_JSONL_FILES[split]), "HateXplain file")
         found = (
-            _plain(path) if path.suffix == ".jsonl" else _annotated(_file_posts(path, split, notes), notes)
+            _examples_from_jsonl(path)
+            if path.suffix == ".jsonl"
+            else _examples_from_posts(_file_posts(path, split, notes), notes)
         )
     examples = list(found)
     notes["posts without a rationale"] += sum(not any(each.rationales) for each in examples)
-    return Loaded(examples, notes)
+    return TaskDataset(examples, notes)
 
 
 Post = tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[int]]]  # id, tokens, labels, masks
 
 
-def _file_posts(path: Path, split: str, notes: Counter[str]) -> Iterator[Post]:
+def _file_posts(path: Path, split: str, issue_counts: Counter[str]) -> Iterator[Post]:
     posts = read_json(path)
     divisions = path.with_name("post_id_divisions.json")
     wanted: Iterable[str] = posts
     if divisions.is_file():
-        wanted = read_json(divisions)[_DIVISIONS[split]]
+        wanted = read_json(divisions)[_DIVISION_KEYS[split]]
     else:
-        notes["no post_id_divisions.json: every post taken, whatever the split"] += 1
+        issue_counts["no post_id_divisions.json: every post taken, whatever the split"] += 1
     for name in wanted:
         if name not in posts:
             raise InputError(f"{divisions.name} lists post {name}, which {path.name} does not hold")
@@ -87,20 +89,20 @@ def _hub_posts(rows: Iterable[tuple[str, Mapping[str, Any]]]) -> Iterator[Post]:
         yield str(row.get("id", name)), row["post_tokens"], labels, row["rationales"]
 
 
-def _annotated(posts: Iterable[Post], notes: Counter[str]) -> Iterator[Example]:
+def _examples_from_posts(posts: Iterable[Post], issue_counts: Counter[str]) -> Iterator[Example]:
     for name, tokens, labels, masks in posts:
         if not labels or any(label not in LABELS for label in labels):
             raise InputError(f"post {name} needs labels out of {', '.join(LABELS)}, not {list(labels)}")
         ((label, votes),) = Counter(labels).most_common(1)
         if 2 * votes <= len(labels):
-            notes["undecided posts dropped"] += 1
+            issue_counts["undecided posts dropped"] += 1
             continue
         text, spans = join_words(tokens)
-        rationales = tuple(spans_of_mask(mask, spans, f"post {name}") for mask in masks)
-        yield Example(name, text, label, rationales=rationales, facts={"annotators": len(labels)})
+        rationales = tuple(mask_to_spans(mask, spans, f"post {name}") for mask in masks)
+        yield Example(name, text, label, rationales=rationales, metadata={"annotators": len(labels)})
 
 
-def _plain(path: Path) -> Iterator[Example]:
+def _examples_from_jsonl(path: Path) -> Iterator[Example]:
     for where, row in read_jsonl(path):
         text, label = row.get("text"), row.get("label")
         if not isinstance(text, str) or not text.strip():
@@ -109,11 +111,11 @@ def _plain(path: Path) -> Iterator[Example]:
             raise InputError(f"{where} needs a label out of {', '.join(LABELS)}, not {label!r}")
         name = str(row.get("post_id", where))
         marked = row.get("rationale_token_spans")
-        rationales = () if marked is None else (_word_ranges(text, marked, name),)
-        yield Example(name, text, label, rationales=rationales, facts={"annotators": 1})
+        rationales = () if marked is None else (_word_ranges_to_spans(text, marked, name),)
+        yield Example(name, text, label, rationales=rationales, metadata={"annotators": 1})
 
 
-def _word_ranges(text: str, ranges: Sequence[Sequence[int]], name: str) -> tuple[Span, ...]:
+def _word_ranges_to_spans(text: str, ranges: Sequence[Sequence[int]], name: str) -> tuple[Span, ...]:
     """Ranges [first, last) of words as character spans."""
     words = word_spans(text)
     spans = []

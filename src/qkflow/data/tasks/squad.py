@@ -12,7 +12,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from qkflow.data.tasks.examples import Example, Loaded, Span, find_file, from_hub, hub_rows, read_json
+from qkflow.data.tasks.examples import (
+    Example,
+    Span,
+    TaskDataset,
+    find_file,
+    hub_rows,
+    is_hub_source,
+    read_json,
+)
 from qkflow.errors import InputError
 
 _FILES = {
@@ -27,8 +35,8 @@ def load(
     window: int | None = None,
     relocate: bool = False,
     keep_impossible: bool = False,
-    shifted: bool = False,
-) -> Loaded:
+    shift_window: bool = False,
+) -> TaskDataset:
     """Questions of a SQuAD file, folder, or hub set (`hf`, `hf:rajpurkar/squad_v2`).
 
     An answer that does not stand at its `answer_start` is sought elsewhere in the context, nearest first; one
@@ -38,7 +46,7 @@ def load(
     which puts the answer into its middle and gives its place away; `shifted` moves each window at random.
     `keep_impossible` keeps the unanswerable questions of v2.0, with an empty answer.
     """
-    if from_hub(source):
+    if is_hub_source(source):
         rows = list(_hub_questions(hub_rows(str(source), "rajpurkar/squad", split)))
     else:
         if split not in _FILES:
@@ -49,18 +57,18 @@ def load(
         example
         for name, question, context, answers in rows
         if (
-            example := _example(
-                name, question, context, answers, (window, shifted), relocate, keep_impossible, notes
+            example := _build_example(
+                name, question, context, answers, (window, shift_window), relocate, keep_impossible, notes
             )
         )
     ]
-    return Loaded(examples, notes)
+    return TaskDataset(examples, notes)
 
 
-Question = tuple[str, str, str, list[tuple[str, int]]]  # name, question, context, [(answer, start)]
+SquadRow = tuple[str, str, str, list[tuple[str, int]]]  # name, question, context, [(answer, start)]
 
 
-def _file_questions(path: Path) -> Iterator[Question]:
+def _file_questions(path: Path) -> Iterator[SquadRow]:
     try:
         for article in read_json(path)["data"]:
             for paragraph in article["paragraphs"]:
@@ -72,13 +80,13 @@ def _file_questions(path: Path) -> Iterator[Question]:
         raise InputError(f"{path} is not laid out as SQuAD (data › paragraphs › qas): {error!r}") from None
 
 
-def _hub_questions(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[Question]:
+def _hub_questions(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[SquadRow]:
     for name, row in rows:
         places = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
         yield str(row.get("id", name)), row["question"], row["context"], places
 
 
-def _example(
+def _build_example(
     name: str,
     question: str,
     context: str,
@@ -86,65 +94,73 @@ def _example(
     window: tuple[int | None, bool],
     relocate: bool,
     keep_impossible: bool,
-    notes: Counter[str],
+    issue_counts: Counter[str],
 ) -> Example | None:
     if not answers:
-        notes["impossible questions " + ("kept" if keep_impossible else "dropped")] += 1
-        return Example(name, _prompt(question, context)[0], "") if keep_impossible else None
-    places = [place for answer in answers if (place := _locate(context, *answer, notes)) is not None]
+        issue_counts["impossible questions " + ("kept" if keep_impossible else "dropped")] += 1
+        return Example(name, _format_prompt(question, context)[0], "") if keep_impossible else None
+    places = [
+        place for answer in answers if (place := _locate_answer(context, *answer, issue_counts)) is not None
+    ]
     if not places:
-        notes["questions dropped: no answer stands in the context"] += 1
+        issue_counts["questions dropped: no answer stands in the context"] += 1
         return None
     if relocate:
-        places = [_agreed(context, place, places, notes) for place in places]
+        places = [_relocate_answer(context, place, places, issue_counts) for place in places]
     start, end = places[0]
-    low, high = _cut(name, context, (start, end), *window)
-    text, offset = _prompt(question, context[low:high])
+    low, high = _context_bounds(name, context, (start, end), *window)
+    text, offset = _format_prompt(question, context[low:high])
     shift = offset - low
     texts = list(dict.fromkeys(answer for answer, _ in answers))
     facts = {"answers": texts, "question": question}
-    return Example(name, text, context[start:end], rationales=(((start + shift, end + shift),),), facts=facts)
+    return Example(
+        name, text, context[start:end], rationales=(((start + shift, end + shift),),), metadata=facts
+    )
 
 
-def _cut(name: str, context: str, answer: Span, window: int | None, shifted: bool) -> Span:
+def _context_bounds(name: str, context: str, answer: Span, window: int | None, shift_window: bool) -> Span:
     """The part of a context that is shown: all, or `window` characters either side of the answer."""
     if window is None:
         return 0, len(context)
     start, end = answer
-    before = random.Random(name).randint(0, 2 * window) if shifted else window
+    before = random.Random(name).randint(0, 2 * window) if shift_window else window
     low, high = start - before, end + 2 * window - before
-    if shifted:  # as much text as there is, so that the window's size does not tell the answer's place
+    if shift_window:  # as much text as there is, so that the window's size does not tell the answer's place
         low, high = low - max(0, high - len(context)), high - min(0, low)
     return max(0, low), min(len(context), high)
 
 
-def _prompt(question: str, context: str) -> tuple[str, int]:
+def _format_prompt(question: str, context: str) -> tuple[str, int]:
     """The text, and where the context begins in it."""
     head = f"Q: {question} C: "
     return f"{head}{context} A:", len(head)
 
 
-def _locate(context: str, answer: str, start: int, notes: Counter[str]) -> Span | None:
+def _locate_answer(context: str, answer: str, start: int, issue_counts: Counter[str]) -> Span | None:
     if answer and context[start : start + len(answer)] == answer and start >= 0:
         return start, start + len(answer)
     found = _occurrences(context, answer)
     if not found:
-        notes["answers dropped: not in the context"] += 1
+        issue_counts["answers dropped: not in the context"] += 1
         return None
-    notes["answers found at another place than given"] += 1
+    issue_counts["answers found at another place than given"] += 1
     return min(found, key=lambda span: abs(span[0] - start))
 
 
-def _agreed(context: str, place: Span, places: list[Span], notes: Counter[str]) -> Span:
+def _relocate_answer(
+    context: str, answer_span: Span, answer_spans: list[Span], issue_counts: Counter[str]
+) -> Span:
     """The occurrence of an answer that overlaps most of the other places; the given one on a tie."""
-    others = [each for each in places if each != place]  # the same guess made twice supports nothing
+    others = [
+        each for each in answer_spans if each != answer_span
+    ]  # the same guess made twice supports nothing
 
     def support(span: Span) -> int:
         return sum(span[0] < high and low < span[1] for low, high in others)
 
-    best = max([place, *_occurrences(context, context[slice(*place)])], key=support)
-    if best != place:
-        notes["answers moved to where the annotators agree"] += 1
+    best = max([answer_span, *_occurrences(context, context[slice(*answer_span)])], key=support)
+    if best != answer_span:
+        issue_counts["answers moved to where the annotators agree"] += 1
     return best
 
 

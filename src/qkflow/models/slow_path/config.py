@@ -9,11 +9,11 @@ from qkflow.errors import InputError, unknown
 from qkflow.models.slow_path.gate import Gate
 from qkflow.models.slow_path.pooling import check_ratio
 
-Output = Literal["drawn", "zero"]
+OutputInit = Literal["drawn", "zero"]
 
 
 @dataclass(frozen=True)
-class SlowConfig:
+class SlowPathConfig:
     """A slow path beside the fast one (Gao, arXiv 2606.16730); what the paper leaves open is an option.
 
     ratio      P: tokens a block, so that the slow path takes one step in P
@@ -29,44 +29,44 @@ class SlowConfig:
     """
 
     ratio: int = 8
-    layers: int = 2
-    hidden: int | None = None
+    n_layers: int = 2
+    hidden_dim: int | None = None
     gate: str = "scalar"
-    start: float = 0.0
+    gate_init: float = 0.0
     inject: str | list[int] = "once"
-    output: Output = "drawn"
+    output_init: OutputInit = "drawn"
     attention: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
-        Gate.check(self.gate, self.start)
-        for name in ("layers", "hidden"):
+        Gate.check(self.gate, self.gate_init)
+        for name in ("n_layers", "hidden_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"model.slow.{name} must be at least 1, not {value}")
-        if self.output not in get_args(Output):
-            raise unknown("model.slow.output", self.output, get_args(Output))
-        if self.output == "zero" and self.start == 0:
+        if self.output_init not in get_args(OutputInit):
+            raise unknown("model.slow.output", self.output_init, get_args(OutputInit))
+        if self.output_init == "zero" and self.gate_init == 0:
             raise InputError(
                 "a slow path whose gate and output both start at zero can never learn: the gate's gradient "
                 "is the output and the output's gradient is the gate, so neither ever moves; set "
                 "model.slow.start to another value, e.g. 0.1, or model.slow.output to 'drawn'"
             )
 
-    def injections(self, layers: int) -> list[int]:
+    def injection_layers(self, n_layers: int) -> list[int]:
         """The fast layers, of `layers`, before which the slow path speaks."""
         if isinstance(self.inject, str):
             if self.inject not in ("once", "each"):
                 raise unknown("model.slow.inject", self.inject, ("once", "each"))
-            return [0] if self.inject == "once" else list(range(layers))
+            return [0] if self.inject == "once" else list(range(n_layers))
         chosen = list(self.inject)
-        if len(chosen) > layers:
+        if len(chosen) > n_layers:
             raise InputError(
-                f"model.slow.inject asks for {len(chosen)} gates, but there are {layers} fast layers"
+                f"model.slow.inject asks for {len(chosen)} gates, but there are {n_layers} fast layers"
             )
-        outside = [layer for layer in chosen if not 0 <= layer < layers]
+        outside = [layer for layer in chosen if not 0 <= layer < n_layers]
         if outside or not chosen or len(set(chosen)) < len(chosen):
             raise InputError(
-                f"model.slow.inject must name fast layers from 0 to {layers - 1}, each once, not {chosen}"
+                f"model.slow.inject must name fast layers from 0 to {n_layers - 1}, each once, not {chosen}"
             )
         return sorted(chosen)

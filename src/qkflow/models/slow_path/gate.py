@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.init import Draw
+from qkflow.attention.init import ParamSampler
 from qkflow.errors import InputError, unknown
 
 
@@ -25,25 +25,29 @@ class Gate(nn.Module):
     roles: ClassVar[dict[str, str]] = {"weight": "gate"}
     KINDS: ClassVar[tuple[str, ...]] = ("scalar", "vector", "tanh")
 
-    def __init__(self, width: int, kind: str = "scalar", start: float = 0.0, **where: Any) -> None:
+    def __init__(
+        self, dim: int, kind: str = "scalar", init_value: float = 0.0, **factory_kwargs: Any
+    ) -> None:
         super().__init__()
-        self.check(kind, start)
-        self.kind, self.start = kind, start
-        self.weight = nn.Parameter(torch.empty(width if kind == "vector" else 1, **where))
+        self.check(kind, init_value)
+        self.kind, self.init_value = kind, init_value
+        self.weight = nn.Parameter(torch.empty(dim if kind == "vector" else 1, **factory_kwargs))
         self.reset_parameters()
 
     @classmethod
-    def check(cls, kind: str, start: float) -> None:
+    def check(cls, kind: str, init_value: float) -> None:
         if kind not in cls.KINDS:
             raise unknown("gate", kind, cls.KINDS)
-        if not math.isfinite(start) or (kind == "tanh" and abs(start) >= 1):
+        if not math.isfinite(init_value) or (kind == "tanh" and abs(init_value) >= 1):
             limits = "inside (-1, 1)" if kind == "tanh" else "a finite number"
-            raise InputError(f"a {kind} gate must start {limits}, not at {start:g}")
+            raise InputError(f"a {kind} gate must start {limits}, not at {init_value:g}")
 
     def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, math.atanh(self.start) if self.kind == "tanh" else self.start)
+        nn.init.constant_(
+            self.weight, math.atanh(self.init_value) if self.kind == "tanh" else self.init_value
+        )
 
-    def start_parameters(self, draw: Draw) -> None:
+    def init_parameters(self, sampler: ParamSampler) -> None:
         self.reset_parameters()
 
     @property
@@ -55,4 +59,4 @@ class Gate(nn.Module):
         return x + self.value * u
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, start={self.start:g}"
+        return f"{self.kind}, start={self.init_value:g}"

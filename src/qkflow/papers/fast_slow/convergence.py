@@ -19,10 +19,14 @@ import torch
 from torch import Tensor
 
 from qkflow.errors import InputError
-from qkflow.papers.fast_slow.master_equation import check_generator, from_rates, stationary
+from qkflow.papers.fast_slow.master_equation import (
+    check_generator,
+    generator_from_rates,
+    stationary_distribution,
+)
 
 EPSILONS = tuple(2.0**-k for k in range(1, 7))
-TILT = 0.5  # how far the drift bends the logarithm of a rate
+LOG_RATE_STD = 0.5  # how far the drift bends the logarithm of a rate
 
 
 class DriftingGenerator:
@@ -32,7 +36,7 @@ class DriftingGenerator:
     the circle (the smallest spectral gap is 1), so that a drift ω ≪ 1 is slow for every generator.
     """
 
-    def __init__(self, W: Tensor, seed: int = 0, tilt: float = TILT) -> None:
+    def __init__(self, W: Tensor, seed: int = 0, log_rate_std: float = LOG_RATE_STD) -> None:
         W = check_generator(W.cpu())
         if W.ndim != 2:
             raise InputError(
@@ -40,50 +44,53 @@ class DriftingGenerator:
             )
         N = W.shape[-1]
         source = torch.Generator().manual_seed(seed)
-        self.tilts = tilt * torch.randn(2, N, N, generator=source, dtype=torch.float64)
-        self.pull = 2 * torch.rand(N, generator=source, dtype=torch.float64) - 1  # b: how x drives y
+        self.log_rate_coeffs = log_rate_std * torch.randn(2, N, N, generator=source, dtype=torch.float64)
+        self.feedback = 2 * torch.rand(N, generator=source, dtype=torch.float64) - 1  # b: how x drives y
         self.rates = W - torch.diag_embed(W.diagonal())
         try:
-            circle = torch.stack([check_generator(one) for one in self.at(turn(64))])
+            circle = torch.stack([check_generator(one) for one in self.at(circle_angles(64))])
         except InputError as error:
             raise InputError(f"with its rates bent by the drift of y, {error}") from None
         relaxation = torch.linalg.eigvals(circle).real.sort(-1).values[:, -2]
         self.rates = self.rates / -float(relaxation.max())
 
     @property
-    def states(self) -> int:
+    def n_states(self) -> int:
         return self.rates.shape[-1]
 
     def at(self, y: Tensor) -> Tensor:
         """W(y) (..., N, N) at the angles y (...)."""
-        return from_rates(self._rates(y))
+        return generator_from_rates(self._rates(y))
 
-    def slope(self, y: Tensor) -> Tensor:
+    def derivative(self, y: Tensor) -> Tensor:
         """dW/dy (..., N, N) at the angles y (...)."""
         y = y[..., None, None]
-        return from_rates(self._rates(y[..., 0, 0]) * (self.tilts[1] * y.cos() - self.tilts[0] * y.sin()))
+        return generator_from_rates(
+            self._rates(y[..., 0, 0])
+            * (self.log_rate_coeffs[1] * y.cos() - self.log_rate_coeffs[0] * y.sin())
+        )
 
-    def flow(self, x: Tensor, y: Tensor) -> Tensor:
+    def matvec(self, x: Tensor, y: Tensor) -> Tensor:
         """W(y)·x for one x (N,) and one y, without building the diagonal: the integrator's inner loop."""
         rates = self._rates(y)
         return rates @ x - rates.sum(0) * x
 
     def stationary(self, y: Tensor) -> Tensor:
         """The equilibrium manifold p_st(y) (..., N)."""
-        return stationary(self.at(y), check=False)  # checked on the circle when this was made
+        return stationary_distribution(self.at(y), check=False)  # checked on the circle when this was made
 
     def _rates(self, y: Tensor) -> Tensor:
         y = y[..., None, None]
-        return self.rates * (self.tilts[0] * y.cos() + self.tilts[1] * y.sin()).exp()
+        return self.rates * (self.log_rate_coeffs[0] * y.cos() + self.log_rate_coeffs[1] * y.sin()).exp()
 
 
-def turn(points: int) -> Tensor:
+def circle_angles(n_points: int) -> Tensor:
     """Angles of `points` equally spaced points on the circle."""
-    return torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
+    return torch.arange(n_points, dtype=torch.float64) * (2 * math.pi / n_points)
 
 
 @dataclass(frozen=True)
-class Path:
+class Trajectory:
     """One integrated path: the times of the integrator's own steps, x and y there, ‖x − p_st(y)‖₁ there."""
 
     epsilon: float
@@ -98,8 +105,8 @@ class Path:
 
 
 def integrate(
-    generator: DriftingGenerator, epsilon: float, drift: float, start: Tensor | None = None, points: int = 200
-) -> Path:
+    generator: DriftingGenerator, epsilon: float, drift: float, x0: Tensor | None = None, min_steps: int = 200
+) -> Trajectory:
     """Integrate over one turn of y, from x = p_st(y) unless a `start` is given, in `points` steps or more.
 
     Radau IIA (order 5, L-stable) follows the slow manifold in steps the stiffness 1/ε does not bound; its
@@ -109,16 +116,16 @@ def integrate(
 
     if not (epsilon > 0 and drift > 0):
         raise InputError(f"epsilon and drift must be positive, not {epsilon:g} and {drift:g}")
-    N, pull = generator.states, 0.5 * drift * generator.pull
+    N, pull = generator.n_states, 0.5 * drift * generator.feedback
     duration = 2 * math.pi / drift
 
     def speed(t: float, z: Any) -> Any:
         z = torch.as_tensor(z)
-        return torch.cat([generator.flow(z[:N], z[N]) / epsilon, (drift + pull @ z[:N])[None]]).numpy()
+        return torch.cat([generator.matvec(z[:N], z[N]) / epsilon, (drift + pull @ z[:N])[None]]).numpy()
 
     def jacobian(t: float, z: Any) -> Any:
         z = torch.as_tensor(z)
-        fast = torch.cat([generator.at(z[N]), (generator.slope(z[N]) @ z[:N])[:, None]], 1) / epsilon
+        fast = torch.cat([generator.at(z[N]), (generator.derivative(z[N]) @ z[:N])[:, None]], 1) / epsilon
         return torch.cat([fast, torch.cat([pull, pull.new_zeros(1)])[None]]).numpy()
 
     def turned(t: float, z: Any) -> float:
@@ -126,27 +133,31 @@ def integrate(
 
     turned.terminal = True  # type: ignore[attr-defined]  # how scipy marks an event that ends the run
     y = torch.zeros(1, dtype=torch.float64)
-    z = torch.cat([generator.stationary(y)[0] if start is None else start, y]).numpy()
-    options = {"rtol": 1e-8, "atol": 1e-11, "max_step": duration / points}  # so that no step misses the peak
+    z = torch.cat([generator.stationary(y)[0] if x0 is None else x0, y]).numpy()
+    options = {
+        "rtol": 1e-8,
+        "atol": 1e-11,
+        "max_step": duration / min_steps,
+    }  # so that no step misses the peak
     # y moves at ω/2 at least, so the turn ends within twice its mean duration
     path = solve_ivp(speed, (0.0, 2 * duration), z, method="Radau", jac=jacobian, events=turned, **options)
     if not path.success:
         raise RuntimeError(f"the integrator gave up at epsilon {epsilon:g}: {path.message}")
     x, y = torch.as_tensor(path.y[:N].T.copy()), torch.as_tensor(path.y[N].copy())
     distance = (x - generator.stationary(y)).abs().sum(-1)
-    return Path(epsilon, torch.as_tensor(path.t), x, y, distance)
+    return Trajectory(epsilon, torch.as_tensor(path.t), x, y, distance)
 
 
-def predicted_error(generator: DriftingGenerator, drift: float, points: int = 512) -> float:
+def predicted_error_per_epsilon(generator: DriftingGenerator, drift: float, n_points: int = 512) -> float:
     """sup over the turn of ‖W#·ṗ_st‖₁: what error/ε tends to.
 
     W − 11ᵀ inverts W on vectors that sum to zero; differentiating W p_st = 0 gives ṗ_st = −W#·Ẇ·p_st.
     """
-    y = turn(points)
+    y = circle_angles(n_points)
     factors = torch.linalg.lu_factor(generator.at(y) - 1.0)
-    p = torch.linalg.lu_solve(*factors, -torch.ones(points, generator.states, 1, dtype=torch.float64))
-    velocity = drift + 0.5 * drift * (generator.pull @ p)[..., None]
-    motion = -torch.linalg.lu_solve(*factors, generator.slope(y) @ p) * velocity
+    p = torch.linalg.lu_solve(*factors, -torch.ones(n_points, generator.n_states, 1, dtype=torch.float64))
+    velocity = drift + 0.5 * drift * (generator.feedback @ p)[..., None]
+    motion = -torch.linalg.lu_solve(*factors, generator.derivative(y) @ p) * velocity
     return float(torch.linalg.lu_solve(*factors, motion)[..., 0].abs().sum(-1).max())
 
 
@@ -154,13 +165,13 @@ def predicted_error(generator: DriftingGenerator, drift: float, points: int = 51
 class Convergence:
     """How the distance from the equilibrium manifold shrinks with ε, and the order fitted to it."""
 
-    paths: list[Path]
-    predicted: float
+    trajectories: list[Trajectory]
+    predicted_error_per_epsilon: float
     order: float
 
     @property
     def errors(self) -> dict[float, float]:
-        return {path.epsilon: path.error for path in self.paths}
+        return {path.epsilon: path.error for path in self.trajectories}
 
 
 def fitted_order(epsilons: Sequence[float], errors: Sequence[float]) -> float:
@@ -170,19 +181,19 @@ def fitted_order(epsilons: Sequence[float], errors: Sequence[float]) -> float:
     return float(centred @ log_error / (centred @ centred))
 
 
-def converge(
+def measure_convergence(
     generator: DriftingGenerator,
     drift: float,
     epsilons: Sequence[float] = EPSILONS,
-    points: int = 200,
-    each: Callable[[Path], None] = lambda path: None,
+    min_steps: int = 200,
+    callback: Callable[[Trajectory], None] = lambda path: None,
 ) -> Convergence:
     """Integrate for every ε; `each` is told of every path as it ends."""
     if len(set(epsilons)) < 2:
         raise InputError("an order needs at least two different values of epsilon")
     paths = []
     for epsilon in epsilons:
-        paths.append(integrate(generator, epsilon, drift, points=points))
-        each(paths[-1])
+        paths.append(integrate(generator, epsilon, drift, min_steps=min_steps))
+        callback(paths[-1])
     order = fitted_order(epsilons, [path.error for path in paths])
-    return Convergence(paths, predicted_error(generator, drift), order)
+    return Convergence(paths, predicted_error_per_epsilon(generator, drift), order)

@@ -29,15 +29,17 @@ COLUMN_TOLERANCE = 1e-9  # relative to the fastest rate: a file written with 10 
 MAX_CONDITION = torch.finfo(torch.float64).eps ** -0.5  # beyond it a solve keeps less than half its digits
 
 
-def random_generator(states: int, batch: Sequence[int] = (), seed: int = 0) -> Tensor:
+def random_generator(n_states: int, batch: Sequence[int] = (), seed: int = 0) -> Tensor:
     """Dense generators (*batch, N, N) with log-normal rates: irreducible, over about two decades."""
-    if states < 2:
-        raise InputError(f"a generator needs at least 2 states, not {states}")
+    if n_states < 2:
+        raise InputError(f"a generator needs at least 2 states, not {n_states}")
     source = torch.Generator().manual_seed(seed)
-    return from_rates(torch.randn(*batch, states, states, generator=source, dtype=torch.float64).exp())
+    return generator_from_rates(
+        torch.randn(*batch, n_states, n_states, generator=source, dtype=torch.float64).exp()
+    )
 
 
-def from_rates(rates: Tensor) -> Tensor:
+def generator_from_rates(rates: Tensor) -> Tensor:
     """The generator with these off-diagonal rates: the diagonal is set so that columns sum to zero."""
     rates = rates - torch.diag_embed(rates.diagonal(dim1=-2, dim2=-1))
     return rates - torch.diag_embed(rates.sum(-2))
@@ -87,8 +89,8 @@ def check_generator(W: Tensor, max_condition: float = MAX_CONDITION) -> Tensor:
     rounding = torch.finfo(W.dtype).eps if W.is_floating_point() else 0.0
     W = W.to(torch.float64)
     _check_entries(W, rounding)
-    W = from_rates(W)
-    _check_connected(W)
+    W = generator_from_rates(W)
+    _check_irreducible(W)
     condition = condition_number(W)
     worst = int(condition.argmax())
     # `not ≤` rather than `>`: a condition number that overflowed to nan is refused too
@@ -99,10 +101,10 @@ def check_generator(W: Tensor, max_condition: float = MAX_CONDITION) -> Tensor:
 
 def condition_number(W: Tensor) -> Tensor:
     """Condition (...,) of W − 11ᵀ after scaling the fastest rate to 1, which does not change p."""
-    return torch.linalg.cond(_bordered(W))
+    return torch.linalg.cond(_bordered_matrix(W))
 
 
-def stationary(W: Tensor, method: str = "gth", check: bool = True) -> Tensor:
+def stationary_distribution(W: Tensor, method: str = "gth", check: bool = True) -> Tensor:
     """The stationary distribution (..., N) of each generator of W (..., N, N).
 
     `gth` is exact to rounding however slow some rates are; the other methods lose digits with the condition
@@ -116,7 +118,7 @@ def stationary(W: Tensor, method: str = "gth", check: bool = True) -> Tensor:
 
 
 def bordered(W: Tensor) -> Tensor:
-    return torch.linalg.solve(_bordered(W), -torch.ones_like(W[..., 0]))
+    return torch.linalg.solve(_bordered_matrix(W), -torch.ones_like(W[..., 0]))
 
 
 def replaced_row(W: Tensor) -> Tensor:
@@ -167,7 +169,7 @@ SOLVERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def disagreement(W: Tensor) -> dict[str, float]:
+def solver_disagreement(W: Tensor) -> dict[str, float]:
     """Largest L1 distance of each solver from `gth`, and of any two solvers, over a batch of generators."""
     solutions = {name: solve(W) for name, solve in SOLVERS.items()}
     stacked = torch.stack(list(solutions.values()))
@@ -183,11 +185,11 @@ def _scaled(W: Tensor) -> Tensor:
     return W / W.abs().amax((-2, -1), keepdim=True)
 
 
-def _bordered(W: Tensor) -> Tensor:
+def _bordered_matrix(W: Tensor) -> Tensor:
     return _scaled(W) - 1.0  # 11ᵀ is a matrix of ones
 
 
-def _where(index: int, batch: Sequence[int]) -> str:
+def _name_generator(index: int, batch: Sequence[int]) -> str:
     """How to name one generator: nothing to add when it is the only one."""
     if not batch:
         return "the generator"
@@ -211,7 +213,7 @@ def _check_entries(W: Tensor, rounding: float) -> None:
     if len(negative):
         b, i, j = negative[0].tolist()
         raise InputError(
-            f"{_where(b, batch)} has the negative rate {flat[b, i, j]:.6g} from state {j} to state {i} "
+            f"{_name_generator(b, batch)} has the negative rate {flat[b, i, j]:.6g} from state {j} to state {i} "
             f"(row {i}, column {j}): off-diagonal entries must be zero or positive"
         )
     scale = flat.abs().amax((-2, -1))
@@ -225,14 +227,14 @@ def _check_entries(W: Tensor, rounding: float) -> None:
             else "set each diagonal entry to minus the sum of the other entries of its column"
         )
         raise InputError(
-            f"{_where(b, batch)}: column {j} sums to {flat[b, :, j].sum():.6g}, not to zero; {advice}"
+            f"{_name_generator(b, batch)}: column {j} sums to {flat[b, :, j].sum():.6g}, not to zero; {advice}"
         )
 
 
-def _reachable(adjacent: Tensor) -> Tensor:
+def _transitive_closure(adjacency: Tensor) -> Tensor:
     """Transitive closure (..., N, N) of a graph by repeated squaring; entry i,j: i can be reached from j."""
-    N = adjacent.shape[-1]
-    reach = (adjacent | torch.eye(N, dtype=torch.bool, device=adjacent.device)).float()
+    N = adjacency.shape[-1]
+    reach = (adjacency | torch.eye(N, dtype=torch.bool, device=adjacency.device)).float()
     for _ in range(max(1, (N - 1).bit_length())):
         reach = (reach @ reach > 0).float()
     return reach > 0
@@ -240,7 +242,7 @@ def _reachable(adjacent: Tensor) -> Tensor:
 
 def communicating_classes(W: Tensor) -> list[tuple[list[int], bool]]:
     """The classes of states that reach each other in one generator (N, N), and whether each is closed."""
-    reach = _reachable(W > 0)
+    reach = _transitive_closure(W > 0)
     mutual = reach & reach.mT
     first = mutual.float().argmax(-1)  # the lowest state of each state's class
     classes = []
@@ -250,34 +252,34 @@ def communicating_classes(W: Tensor) -> list[tuple[list[int], bool]]:
     return classes
 
 
-def _states(states: Sequence[int]) -> str:
+def _format_states(states: Sequence[int]) -> str:
     shown = ", ".join(str(s) for s in states[:8])
     return "{" + shown + (f", … {len(states)} states" if len(states) > 8 else "") + "}"
 
 
-def _list_sets(sets: Sequence[Sequence[int]]) -> str:
-    shown = ", ".join(_states(s) for s in sets[:4])
+def _format_state_sets(sets: Sequence[Sequence[int]]) -> str:
+    shown = ", ".join(_format_states(s) for s in sets[:4])
     return shown + (f" and {len(sets) - 4} more" if len(sets) > 4 else "")
 
 
-def _check_connected(W: Tensor) -> None:
+def _check_irreducible(W: Tensor) -> None:
     N = W.shape[-1]
-    reducible = (~_reachable(W > 0)).flatten(-2).any(-1).flatten().nonzero()
+    reducible = (~_transitive_closure(W > 0)).flatten(-2).any(-1).flatten().nonzero()
     if not len(reducible):
         return
     b = int(reducible[0])
     classes = communicating_classes(W.reshape(-1, N, N)[b])
     closed = [states for states, is_closed in classes if is_closed]
-    name = _where(b, W.shape[:-2])
+    name = _name_generator(b, W.shape[:-2])
     if len(closed) > 1:
         raise InputError(
-            f"{name} is reducible: it has {len(closed)} closed classes of states, {_list_sets(closed)}, "
+            f"{name} is reducible: it has {len(closed)} closed classes of states, {_format_state_sets(closed)}, "
             "each with a stationary distribution of its own, so none is singled out; "
             "connect them, or solve each alone"
         )
     passing = sorted(state for states, is_closed in classes if not is_closed for state in states)
     raise InputError(
-        f"{name} is reducible: the states {_states(passing)} drain into {_list_sets(closed)} and are never "
+        f"{name} is reducible: the states {_format_states(passing)} drain into {_format_state_sets(closed)} and are never "
         "re-entered, so their stationary probability is zero; leave them out or add the missing rates"
     )
 
@@ -289,13 +291,13 @@ def _explain_condition(W: Tensor, index: int, condition: float) -> str:
     cut = float(one.abs().max()) / MAX_CONDITION
     groups = [states for states, _ in communicating_classes(torch.where(one >= cut, one, 0.0))]
     reason = (
-        f"without rates below {cut:.2g} it falls into {len(groups)} parts, {_list_sets(groups)}"
+        f"without rates below {cut:.2g} it falls into {len(groups)} parts, {_format_state_sets(groups)}"
         if len(groups) > 1
         else "its rates multiply up to very different time scales"
     )
     digits = max(0.0, -torch.tensor(condition * torch.finfo(torch.float64).eps).log10().item())
     return (
-        f"{_where(index, W.shape[:-2])} is ill-conditioned (condition number {condition:.1e}: about "
+        f"{_name_generator(index, W.shape[:-2])} is ill-conditioned (condition number {condition:.1e}: about "
         f"{digits:.0f} of 16 digits would be right): {reason}; rescale the slow rates, or solve with "
         "method 'gth', which loses no digits if the rates themselves are exact"
     )

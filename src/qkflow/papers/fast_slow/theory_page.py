@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from qkflow.papers.fast_slow.convergence import Convergence, DriftingGenerator, turn
-from qkflow.papers.fast_slow.variational import Fit
+from qkflow.papers.fast_slow.convergence import Convergence, DriftingGenerator, circle_angles
+from qkflow.papers.fast_slow.variational import FitResult
 
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
@@ -17,16 +17,18 @@ STYLE = (
 )
 
 
-def page(result: Mapping[str, Any], generator: DriftingGenerator, convergence: Convergence, fit: Fit) -> str:
+def render_page(
+    result: Mapping[str, Any], generator: DriftingGenerator, convergence: Convergence, fit: FitResult
+) -> str:
     sections = [
-        _solvers(result),
-        _order(convergence),
-        _distances(convergence),
-        _training(fit),
-        _manifold(generator, fit),
+        _solver_section(result),
+        _order_section(convergence),
+        _distance_section(convergence),
+        _training_section(fit),
+        _manifold_section(generator, fit),
     ]
-    title = f"The fast-slow limit of a generator with {generator.states} states"
-    body = "".join(_section(*section, first=i == 0) for i, section in enumerate(sections))
+    title = f"The fast-slow limit of a generator with {generator.n_states} states"
+    body = "".join(_render_section(*section, first=i == 0) for i, section in enumerate(sections))
     origin = f"Generator: {result['generator']}, seed {result['seed']}, drift {result['drift']:g}."
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -35,14 +37,14 @@ def page(result: Mapping[str, Any], generator: DriftingGenerator, convergence: C
     )
 
 
-def _section(heading: str, text: str, figure: Any, first: bool) -> str:
+def _render_section(heading: str, text: str, figure: Any, first: bool) -> str:
     figure.update_layout(template="plotly_white", height=420, margin={"t": 20, "r": 20})
     # the plotting code is written into the page once, so that it needs no network
     plot = figure.to_html(full_html=False, include_plotlyjs=first, config={"displaylogo": False})
     return f"<h2>{html.escape(heading)}</h2><p>{html.escape(text)}</p>{plot}"
 
 
-def _solvers(result: Mapping[str, Any]) -> tuple[str, str, Any]:
+def _solver_section(result: Mapping[str, Any]) -> tuple[str, str, Any]:
     import plotly.graph_objects as go
 
     distances = {
@@ -57,7 +59,7 @@ def _solvers(result: Mapping[str, Any]) -> tuple[str, str, Any]:
     return "The stationary distribution, four ways and a reference", text, figure
 
 
-def _order(convergence: Convergence) -> tuple[str, str, Any]:
+def _order_section(convergence: Convergence) -> tuple[str, str, Any]:
     import plotly.graph_objects as go
 
     epsilons, errors = list(convergence.errors), list(convergence.errors.values())
@@ -65,7 +67,7 @@ def _order(convergence: Convergence) -> tuple[str, str, Any]:
     figure.add_scatter(x=epsilons, y=errors, mode="markers", name="measured", marker={"size": 10})
     figure.add_scatter(
         x=epsilons,
-        y=[convergence.predicted * e for e in epsilons],
+        y=[convergence.predicted_error_per_epsilon * e for e in epsilons],
         mode="lines",
         name="ε·sup‖W#·ṗ_st‖₁ (predicted)",
     )
@@ -75,11 +77,11 @@ def _order(convergence: Convergence) -> tuple[str, str, Any]:
     return "Distance from the equilibrium manifold against ε", text, figure
 
 
-def _distances(convergence: Convergence) -> tuple[str, str, Any]:
+def _distance_section(convergence: Convergence) -> tuple[str, str, Any]:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    for path in convergence.paths:
+    for path in convergence.trajectories:
         name = f"ε = 1/{1 / path.epsilon:g}"
         figure.add_scatter(
             x=path.y.tolist(), y=(path.distance / path.epsilon).tolist(), mode="lines", name=name
@@ -90,7 +92,7 @@ def _distances(convergence: Convergence) -> tuple[str, str, Any]:
     return "Distance along the way", text, figure
 
 
-def _training(fit: Fit) -> tuple[str, str, Any]:
+def _training_section(fit: FitResult) -> tuple[str, str, Any]:
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -107,15 +109,15 @@ def _training(fit: Fit) -> tuple[str, str, Any]:
 
 
 @torch.no_grad()
-def _manifold(generator: DriftingGenerator, fit: Fit) -> tuple[str, str, Any]:
+def _manifold_section(generator: DriftingGenerator, fit: FitResult) -> tuple[str, str, Any]:
     import plotly.colors
     import plotly.graph_objects as go
 
-    y = turn(128)
+    y = circle_angles(128)
     exact, learnt = generator.stationary(y), fit.phi(y)
     colours = plotly.colors.qualitative.D3
     figure = go.Figure()
-    shown = min(generator.states, len(colours))
+    shown = min(generator.n_states, len(colours))
     for state in exact.mean(0).argsort(descending=True)[:shown].tolist():
         line = {"color": colours[state % len(colours)]}
         figure.add_scatter(

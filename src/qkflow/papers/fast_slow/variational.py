@@ -15,69 +15,73 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import InputError
-from qkflow.papers.fast_slow.convergence import DriftingGenerator, turn
+from qkflow.papers.fast_slow.convergence import DriftingGenerator, circle_angles
 
 
-class Phi(nn.Module):
+class StationaryNet(nn.Module):
     """Angle y (...) → distribution (..., N), through a two-layer network of (cos y, sin y)."""
 
-    def __init__(self, states: int, hidden: int) -> None:
+    def __init__(self, n_states: int, hidden_dim: int) -> None:
         super().__init__()
         self.logits = nn.Sequential(
-            nn.Linear(2, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, states)
+            nn.Linear(2, hidden_dim),
+            nn.SiLU(),
+            nn.Linear(hidden_dim, hidden_dim),
+            nn.SiLU(),
+            nn.Linear(hidden_dim, n_states),
         ).double()
 
     def forward(self, y: Tensor) -> Tensor:
         return torch.softmax(self.logits(torch.stack([y.cos(), y.sin()], -1)), -1)
 
 
-def kl(p: Tensor, q: Tensor) -> Tensor:
+def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
     """KL(p‖q) (...,) in nats; states with p = 0 add nothing."""
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitResult:
     """φ_θ after training, and its history on the circle: step, E‖Wφ‖², mean and largest KL(p_st‖φ)."""
 
-    phi: Phi
+    phi: StationaryNet
     steps: list[int]
     residuals: list[float]
     kl_mean: list[float]
     kl_max: list[float]
 
 
-def fit(
+def fit_stationary_net(
     generator: DriftingGenerator,
     steps: int = 2000,
-    hidden: int = 32,
+    hidden_dim: int = 32,
     batch: int = 64,
-    learning_rate: float = 1e-2,
+    lr: float = 1e-2,
     seed: int = 0,
-    each: Callable[[int, float], None] = lambda step, kl: None,
-) -> Fit:
+    callback: Callable[[int, float], None] = lambda step, kl: None,
+) -> FitResult:
     """Train φ_θ with Adam on random angles; about a hundred times on the way, measure it on a fixed grid.
 
     `each` is told the step and the mean KL of every measurement.
     """
-    if min(steps, hidden, batch) < 1 or not learning_rate > 0:
+    if min(steps, hidden_dim, batch) < 1 or not lr > 0:
         raise InputError(
             "training φ needs positive steps, hidden, batch and learning rate, "
-            f"not {steps}, {hidden}, {batch} and {learning_rate:g}"
+            f"not {steps}, {hidden_dim}, {batch} and {lr:g}"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        phi = Phi(generator.states, hidden)
+        phi = StationaryNet(generator.n_states, hidden_dim)
     source = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(phi.parameters(), learning_rate)
+    optimizer = torch.optim.Adam(phi.parameters(), lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    y_grid = turn(256)
+    y_grid = circle_angles(256)
     W_grid, exact = generator.at(y_grid), generator.stationary(y_grid)
-    history = Fit(phi, [], [], [], [])
+    history = FitResult(phi, [], [], [], [])
     for step in range(steps + 1):
         if step % math.ceil(steps / 100) == 0 or step == steps:
-            _measure(history, step, W_grid, exact, y_grid)
-            each(step, history.kl_mean[-1])
+            _record(history, step, W_grid, exact, y_grid)
+            callback(step, history.kl_mean[-1])
         if step < steps:
             y = 2 * math.pi * torch.rand(batch, generator=source, dtype=torch.float64)
             optimizer.zero_grad()
@@ -93,9 +97,9 @@ def residual(W: Tensor, p: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _measure(history: Fit, step: int, W: Tensor, exact: Tensor, y: Tensor) -> None:
+def _record(history: FitResult, step: int, W: Tensor, exact: Tensor, y: Tensor) -> None:
     p = history.phi(y)
-    apart = kl(exact, p)
+    apart = kl_divergence(exact, p)
     history.steps.append(step)
     history.residuals.append(float(residual(W, p)))
     history.kl_mean.append(float(apart.mean()))

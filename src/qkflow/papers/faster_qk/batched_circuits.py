@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qkflow.papers.faster_qk.controlled_task import VOCABULARY
+from qkflow.papers.faster_qk.controlled_task import VOCAB_SIZE
 
-SMALL = 1e-6  # scale of the identity start
+IDENTITY_SCALE = 1e-6  # scale of the identity start
 
 
-class Collapsed:
+class CollapsedCircuit:
     """W itself is the parameter."""
 
     def __init__(self, matrix: Tensor) -> None:
@@ -27,15 +27,15 @@ class Collapsed:
     def value(self) -> Tensor:
         return self.matrix
 
-    def descend(self, step: Tensor) -> None:
+    def sgd_step(self, scaled_grad: Tensor) -> None:
         """Take one step of gradient descent; `step` is the learning rate times ∂L/∂W."""
-        self.matrix.sub_(step)
+        self.matrix.sub_(scaled_grad)
 
-    def keep(self, lanes: Tensor) -> None:
-        self.matrix = self.matrix[lanes]
+    def select_runs(self, index: Tensor) -> None:
+        self.matrix = self.matrix[index]
 
 
-class Factorised:
+class FactorisedCircuit:
     """W = left · right, so ∂L/∂left = ∂L/∂W · rightᵀ and ∂L/∂right = leftᵀ · ∂L/∂W."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
@@ -44,24 +44,26 @@ class Factorised:
     def value(self) -> Tensor:
         return torch.bmm(self.left, self.right)
 
-    def descend(self, step: Tensor) -> None:
-        left = torch.baddbmm(self.left, step, self.right.mT, alpha=-1)
-        self.right = torch.baddbmm(self.right, self.left.mT, step, alpha=-1)
+    def sgd_step(self, scaled_grad: Tensor) -> None:
+        left = torch.baddbmm(self.left, scaled_grad, self.right.mT, alpha=-1)
+        self.right = torch.baddbmm(self.right, self.left.mT, scaled_grad, alpha=-1)
         self.left = left
 
-    def keep(self, lanes: Tensor) -> None:
-        self.left, self.right = self.left[lanes], self.right[lanes]
+    def select_runs(self, index: Tensor) -> None:
+        self.left, self.right = self.left[index], self.right[index]
 
 
-Circuit = Collapsed | Factorised
+Circuit = CollapsedCircuit | FactorisedCircuit
 
 
-def identity(lanes: int, dtype: torch.dtype) -> Tensor:
-    return (SMALL * torch.eye(VOCABULARY, dtype=dtype)).expand(lanes, -1, -1).clone()
+def identity_init(n_runs: int, dtype: torch.dtype) -> Tensor:
+    return (IDENTITY_SCALE * torch.eye(VOCAB_SIZE, dtype=dtype)).expand(n_runs, -1, -1).clone()
 
 
-def uniform(generators: Sequence[torch.Generator], *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def uniform_init(
+    generators: Sequence[torch.Generator], *shape: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """U(±1/√50), the start of `nn.Linear(50, …)`; drawn in float32, so it is the same in any dtype."""
-    bound = VOCABULARY**-0.5
+    bound = VOCAB_SIZE**-0.5
     drawn = [torch.empty(shape).uniform_(-bound, bound, generator=each) for each in generators]
     return torch.stack(drawn).to(dtype)

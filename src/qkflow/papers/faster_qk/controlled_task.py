@@ -16,18 +16,22 @@ from numpy.typing import NDArray
 
 from qkflow.errors import InputError
 
-VOCABULARY = 50
-CLASSES = 4
-COMMON = 10  # ids below this are common, the others distinct
-FIRST_LABEL = 1
-FIRST_QUERY = 5
+VOCAB_SIZE = 50
+N_CLASSES = 4
+N_COMMON = 10  # ids below this are common, the others distinct
+FIRST_LABEL_ID = 1
+FIRST_QUERY_ID = 5
 
 # One urn a class: a common token has ten tickets, the j-th distinct one j. A uniform ticket is a token.
-_TICKETS = np.repeat(np.arange(2 * COMMON), np.concatenate([np.full(COMMON, 10), np.arange(1, COMMON + 1)]))
-_URNS = np.stack([_TICKETS + np.where(_TICKETS < COMMON, 0, COMMON * i) for i in range(CLASSES)])
+_WEIGHTED_IDS = np.repeat(
+    np.arange(2 * N_COMMON), np.concatenate([np.full(N_COMMON, 10), np.arange(1, N_COMMON + 1)])
+)
+_WEIGHTED_IDS_BY_CLASS = np.stack(
+    [_WEIGHTED_IDS + np.where(_WEIGHTED_IDS < N_COMMON, 0, N_COMMON * i) for i in range(N_CLASSES)]
+)
 
 
-class Stream:
+class BatchStream:
     """The batches of one seed, the same for every setting of equal length and batch size.
 
     `balanced` gives every class the same share of each batch instead of drawing the class of every sequence.
@@ -38,34 +42,38 @@ class Stream:
             raise InputError(
                 f"a sequence needs a context token, a query and a label: length 3 or more, not {length}"
             )
-        if batch < 1 or (balanced and batch % CLASSES):
-            wanted = f"a positive multiple of {CLASSES}" if balanced else "positive"
+        if batch < 1 or (balanced and batch % N_CLASSES):
+            wanted = f"a positive multiple of {N_CLASSES}" if balanced else "positive"
             raise InputError(f"the batch size must be {wanted}, not {batch}")
         self.length, self.batch, self.balanced = length, batch, balanced
-        self._random = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(seed)
 
-    def sequences(self, steps: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def sample_sequences(self, steps: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Input tokens (steps, batch, length − 1), the query last, and classes (steps, batch)."""
         if self.balanced:
-            classes = np.tile(np.repeat(np.arange(CLASSES), self.batch // CLASSES), (steps, 1))
+            classes = np.tile(np.repeat(np.arange(N_CLASSES), self.batch // N_CLASSES), (steps, 1))
         else:
-            classes = self._random.integers(0, CLASSES, (steps, self.batch))
+            classes = self._rng.integers(0, N_CLASSES, (steps, self.batch))
         shape = (steps, self.batch, self.length - 2)
-        tickets = self._random.integers(0, _URNS.shape[1], shape, dtype=np.uint16)
-        tickets += (classes * _URNS.shape[1]).astype(np.uint16)[..., None]
-        tokens = np.concatenate([_URNS.ravel()[tickets], FIRST_QUERY + classes[..., None]], axis=-1)
+        tickets = self._rng.integers(0, _WEIGHTED_IDS_BY_CLASS.shape[1], shape, dtype=np.uint16)
+        tickets += (classes * _WEIGHTED_IDS_BY_CLASS.shape[1]).astype(np.uint16)[..., None]
+        tokens = np.concatenate(
+            [_WEIGHTED_IDS_BY_CLASS.ravel()[tickets], FIRST_QUERY_ID + classes[..., None]], axis=-1
+        )
         return tokens, classes
 
-    def take(self, steps: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_batches(
+        self, steps: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batches: counts (steps, batch, 50) and one-hot classes (steps, batch, 4)."""
-        tokens, classes = self.sequences(steps)
-        one_hot = torch.from_numpy(classes[..., None] == np.arange(CLASSES)).to(dtype)
+        tokens, classes = self.sample_sequences(steps)
+        one_hot = torch.from_numpy(classes[..., None] == np.arange(N_CLASSES)).to(dtype)
         return torch.from_numpy(count_tokens(tokens)).to(dtype), one_hot
 
 
 def count_tokens(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """How often each of the fifty ids occurs in each sequence: (…, length) → (…, 50)."""
     rows = tokens.reshape(-1, tokens.shape[-1])
-    offsets = np.arange(len(rows))[:, None] * VOCABULARY
-    counts = np.bincount((rows + offsets).ravel(), minlength=len(rows) * VOCABULARY)
-    return counts.reshape(*tokens.shape[:-1], VOCABULARY)
+    offsets = np.arange(len(rows))[:, None] * VOCAB_SIZE
+    counts = np.bincount((rows + offsets).ravel(), minlength=len(rows) * VOCAB_SIZE)
+    return counts.reshape(*tokens.shape[:-1], VOCAB_SIZE)

@@ -45,13 +45,13 @@ KINDS = ("FAFO", "FACO", "CAFO", "CACO")  # Factorised or Collapsed: first Atten
 
 # End points printed by the authors' notebook (loss 1e-4, m=5, n=50, b=50, M=20, both circuits collapsed):
 # ratio -> (μ_OV, μ_QK, α).
-PUBLISHED = {0.01: (81.669, 0.559, 0.149), 0.1: (42.282, 1.395, 0.287)}
+PUBLISHED_ENDPOINTS = {0.01: (81.669, 0.559, 0.149), 0.1: (42.282, 1.395, 0.287)}
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
+_QUADRATURE_NODES, _QUADRATURE_WEIGHTS = np.polynomial.legendre.leggauss(12)
 
 
 @dataclass(frozen=True)
-class Point:
+class FlowPoint:
     """Where a flow stands: both circuits, attention on the relevant tokens, loss, time since the start."""
 
     mu_ov: float
@@ -62,7 +62,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Flow:
+class ReducedFlow:
     """One reduced flow. Time is counted in units of 1/η_OV; `start` is where factorised circuits begin."""
 
     ratio: float = 1.0
@@ -71,12 +71,12 @@ class Flow:
     n: float = 50
     b: float = 50
     M: float = 20
-    start: float = 1e-3
+    init: float = 1e-3
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("parameterisation", self.kind, KINDS)
-        for name in ("ratio", "m", "n", "b", "start"):
+        for name in ("ratio", "m", "n", "b", "init"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise InputError(f"{name} must be a positive number, not {value:g}")
@@ -92,12 +92,12 @@ class Flow:
         return self.kind.endswith("FO")
 
     @property
-    def ov_start(self) -> float:
-        return self.start if self.ov_factorised else 0.0
+    def mu_ov_init(self) -> float:
+        return self.init if self.ov_factorised else 0.0
 
     @property
-    def qk_start(self) -> float:
-        return self.start if self.qk_factorised else 0.0
+    def mu_qk_init(self) -> float:
+        return self.init if self.qk_factorised else 0.0
 
     def attention(self, mu_qk: Array | float) -> Array:
         """α, the attention on the relevant tokens."""
@@ -117,56 +117,56 @@ class Flow:
         qk = self.ratio * g_qk * (self.M - 1) * alpha * (1 - alpha) * mu_ov / (self.M * self.b**2) * inverse_e
         return ov, qk
 
-    def query_key(self, mu_ov: Array | float) -> Array:
+    def solve_mu_qk(self, mu_ov: Array | float) -> Array:
         """μ_QK where the output-value circuit has reached `mu_ov`: the closed form."""
         mu_ov = np.asarray(mu_ov, dtype=np.float64)
         kappa = self.ratio * (self.M - 1) / (self.M * self.b)
-        progress = kappa * ((mu_ov - self.start) / 2 if self.ov_factorised else mu_ov**2 / 2)
+        progress = kappa * ((mu_ov - self.init) / 2 if self.ov_factorised else mu_ov**2 / 2)
         if self.qk_factorised:
-            return _solve_factorised(progress, self.m / self.n, self.start)
+            return _solve_factorised(progress, self.m / self.n, self.init)
         return _solve_collapsed(progress, self.m / self.n)
 
-    def time(self, mu_ov: Array) -> Array:
+    def time_at(self, mu_ov: Array) -> Array:
         """When each of the ascending values `mu_ov` is reached: ∫ dμ_OV / (dμ_OV/dt), by quadrature."""
-        left = np.concatenate(([self.ov_start], mu_ov[:-1]))
+        left = np.concatenate(([self.mu_ov_init], mu_ov[:-1]))
         half = (mu_ov - left) / 2
-        nodes = left[:, None] + half[:, None] * (1 + _NODES)
-        pace, _ = self.rates(nodes, self.query_key(nodes))
-        return np.cumsum(half * (_WEIGHTS / pace).sum(-1))
+        nodes = left[:, None] + half[:, None] * (1 + _QUADRATURE_NODES)
+        pace, _ = self.rates(nodes, self.solve_mu_qk(nodes))
+        return np.cumsum(half * (_QUADRATURE_WEIGHTS / pace).sum(-1))
 
-    def logit_at(self, loss: float) -> float:
+    def logit_at_loss(self, loss: float) -> float:
         """α·μ_OV where the loss is `loss`."""
-        first = float(self.loss(self.ov_start, self.qk_start))
+        first = float(self.loss(self.mu_ov_init, self.mu_qk_init))
         if not 0 < loss < first:
             raise InputError(f"the loss must lie between 0 and its start, {first:.6g}, not at {loss:g}")
         return math.log((self.M - 1) / math.expm1(loss))
 
-    def at_loss(self, loss: float) -> Point:
+    def at_loss(self, loss: float) -> FlowPoint:
         """The point of this flow at a given loss: one root in one variable, no integration."""
         from scipy.optimize import brentq
 
-        logit = self.logit_at(loss)
-        furthest = logit / float(self.attention(self.qk_start))  # attention only ever sharpens
+        logit = self.logit_at_loss(loss)
+        furthest = logit / float(self.attention(self.mu_qk_init))  # attention only ever sharpens
 
         def missing(mu_ov: float) -> float:
-            return float(self.attention(self.query_key(mu_ov))) * mu_ov - logit
+            return float(self.attention(self.solve_mu_qk(mu_ov))) * mu_ov - logit
 
-        mu_ov = brentq(missing, max(logit, self.ov_start), furthest * (1 + 1e-12), xtol=1e-13, rtol=1e-15)
+        mu_ov = brentq(missing, max(logit, self.mu_ov_init), furthest * (1 + 1e-12), xtol=1e-13, rtol=1e-15)
         return self._point(mu_ov)
 
-    def path(self, loss: float, points: int = 400) -> dict[str, Array]:
+    def trajectory(self, loss: float, n_points: int = 400) -> dict[str, Array]:
         """The curve from the start down to `loss`: time, mu_ov, mu_qk, alpha, loss."""
         end = self.at_loss(loss).mu_ov
-        mu_ov = np.geomspace(self.ov_start or end * 1e-5, end, points)[1 if self.ov_factorised else 0 :]
-        time, mu_qk = self.time(mu_ov), self.query_key(mu_ov)
+        mu_ov = np.geomspace(self.mu_ov_init or end * 1e-5, end, n_points)[1 if self.ov_factorised else 0 :]
+        time, mu_qk = self.time_at(mu_ov), self.solve_mu_qk(mu_ov)
         columns = {"time": time, "mu_ov": mu_ov, "mu_qk": mu_qk, "alpha": self.attention(mu_qk)}
         return columns | {"loss": self.loss(mu_ov, mu_qk)}
 
-    def integrate(self, loss: float) -> Point:
+    def integrate(self, loss: float) -> FlowPoint:
         """The same point by integrating the equations (DOP853 in log time): the reference of `at_loss`."""
         from scipy.integrate import solve_ivp
 
-        logit = self.logit_at(loss)
+        logit = self.logit_at_loss(loss)
 
         def velocity(log_time: float, state: Array) -> list[float]:
             ov, qk = self.rates(state[0], state[1])
@@ -180,7 +180,7 @@ class Flow:
         run = solve_ivp(
             velocity,
             (first, 700.0),
-            [self.ov_start, self.qk_start],
+            [self.mu_ov_init, self.mu_qk_init],
             method="DOP853",
             rtol=1e-13,
             atol=1e-15,
@@ -191,13 +191,13 @@ class Flow:
             raise InputError(f"the flow with ratio {self.ratio:g} never reaches loss {loss:g}")
         mu_ov, mu_qk = (float(value) for value in run.y_events[0][0])
         alpha = float(self.attention(mu_qk))
-        return Point(mu_ov, mu_qk, alpha, float(self.loss(mu_ov, mu_qk)), math.exp(run.t_events[0][0]))
+        return FlowPoint(mu_ov, mu_qk, alpha, float(self.loss(mu_ov, mu_qk)), math.exp(run.t_events[0][0]))
 
-    def _point(self, mu_ov: float) -> Point:
-        mu_qk = float(self.query_key(mu_ov))
-        grid = np.geomspace(self.ov_start or mu_ov * 1e-3, mu_ov, 400)
-        time = float(self.time(grid[1:] if self.ov_factorised else grid)[-1])
-        return Point(mu_ov, mu_qk, float(self.attention(mu_qk)), float(self.loss(mu_ov, mu_qk)), time)
+    def _point(self, mu_ov: float) -> FlowPoint:
+        mu_qk = float(self.solve_mu_qk(mu_ov))
+        grid = np.geomspace(self.mu_ov_init or mu_ov * 1e-3, mu_ov, 400)
+        time = float(self.time_at(grid[1:] if self.ov_factorised else grid)[-1])
+        return FlowPoint(mu_ov, mu_qk, float(self.attention(mu_qk)), float(self.loss(mu_ov, mu_qk)), time)
 
 
 def _solve_collapsed(progress: Array, c: float) -> Array:
@@ -213,7 +213,7 @@ def _solve_collapsed(progress: Array, c: float) -> Array:
     return guess - (guess + c * np.expm1(guess) - progress) / (1 + c * np.exp(guess))
 
 
-def _solve_factorised(progress: Array, c: float, start: float) -> Array:
+def _solve_factorised(progress: Array, c: float, init: float) -> Array:
     """x with ½·[ln(x/start) + c·(Ei(x) − Ei(start))] = progress, by Newton's method in ln x.
 
     In ln x the left side is increasing and convex, so Newton falls monotonically from any point above the
@@ -222,14 +222,14 @@ def _solve_factorised(progress: Array, c: float, start: float) -> Array:
     """
     from scipy.special import expi
 
-    total = 2 * progress + math.log(start) + c * float(expi(start))
+    total = 2 * progress + math.log(init) + c * float(expi(init))
     with np.errstate(divide="ignore"):
         bound = np.log(np.maximum(1.0, 1.6 * np.log(np.maximum(total / c, 1.0))))
-    log_x = np.minimum(math.log(start) + 2 * progress, bound)
+    log_x = np.minimum(math.log(init) + 2 * progress, bound)
     for _ in range(100):
         x = np.exp(log_x)
         step = (log_x + c * expi(x) - total) / (1 + c * np.exp(x))
         log_x = log_x - step
         if np.all(np.abs(step) <= 4e-16 * np.maximum(1.0, np.abs(log_x))):
             break
-    return np.exp(np.maximum(log_x, math.log(start)))
+    return np.exp(np.maximum(log_x, math.log(init)))

@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.errors import InputError
-from qkflow.studies.grid import Run
+from qkflow.studies.grid import RunSpec
 from qkflow.studies.pace import dataset
-from qkflow.studies.pace.recipes import Recipe, recipe
+from qkflow.studies.pace.recipes import Recipe, get_recipe
 from qkflow.studies.runner.engines import LocalEngine
-from qkflow.studies.runner.execution import execute
-from qkflow.studies.runner.study_dir import StudyFolder
-from qkflow.training.pace import ratio_schedule
+from qkflow.studies.runner.execution import execute_runs
+from qkflow.studies.runner.study_dir import StudyDir
+from qkflow.training.pace import parse_ratio_schedule
 
-KIND = "pace study"
-WORKER = (sys.executable, "-m", "qkflow.studies.pace.worker")
+STUDY_KIND = "pace study"
+WORKER_COMMAND = (sys.executable, "-m", "qkflow.studies.pace.worker")
 # What one folder holds one answer to; seeds and ratios may grow.
-_GROWING = ("seeds", "ratios", "confidence")
+_EXTENDABLE_FIELDS = ("seeds", "ratios", "confidence")
 
 
 @dataclass(frozen=True)
-class Settings:
+class PaceStudyConfig:
     """The question, as asked on the command line; None stands for the recipe's own."""
 
     task: str
@@ -46,10 +46,10 @@ class Settings:
     optimizer: str | None = None
     steps: int | None = None
     epochs: float | None = None
-    batch: int | None = None
-    layers: int | None = None
-    width: int | None = None
-    heads: int | None = None
+    batch_size: int | None = None
+    n_layers: int | None = None
+    dim: int | None = None
+    n_heads: int | None = None
     examples: int | None = None
     window: int = 200
     test: int = 1000
@@ -66,14 +66,14 @@ class Settings:
             f"--data is needed: a file or folder with {self.task}, or hf to read it from the hub"
         )
 
-    def recipe(self) -> Recipe:
-        names = ("ratios", "lr", "optimizer", "batch", "layers", "heads", "measured")
+    def resolve_recipe(self) -> Recipe:
+        names = ("ratios", "lr", "optimizer", "batch_size", "n_layers", "n_heads", "measured")
         changes: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.width is not None:
-            changes |= {"width": self.width, "hidden": 4 * self.width}
+        if self.dim is not None:
+            changes |= {"dim": self.dim, "hidden_dim": 4 * self.dim}
         if self.epochs is not None:
             changes["epochs"] = self.epochs
-        return recipe(self.task, self.as_published, **changes)
+        return get_recipe(self.task, self.as_published, **changes)
 
     def check(self) -> None:
         """Refuse what cannot be answered, before anything is read or written."""
@@ -82,10 +82,10 @@ class Settings:
         for name in (
             "seeds",
             "steps",
-            "batch",
-            "layers",
-            "width",
-            "heads",
+            "batch_size",
+            "n_layers",
+            "dim",
+            "n_heads",
             "examples",
             "window",
             "test",
@@ -100,8 +100,8 @@ class Settings:
                 raise InputError(f"--{name} must be above zero, not {value}")
         if not 0.5 <= self.confidence < 1:
             raise InputError(f"--confidence must lie between 0.5 and 1, not {self.confidence:g}")
-        for ratio in self.recipe().ratios:
-            ratio_schedule(ratio, self.steps or sys.maxsize)  # a positive number, or a schedule
+        for ratio in self.resolve_recipe().ratios:
+            parse_ratio_schedule(ratio, self.steps or sys.maxsize)  # a positive number, or a schedule
 
     def command(self, out: Path) -> str:
         words = [f"qkflow pace study {self.task}"]
@@ -116,7 +116,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class PaceStudy:
+class PaceStudyResult:
     """The answer: `summary` as in summary.json."""
 
     folder: Path
@@ -127,96 +127,110 @@ class PaceStudy:
         return bool(self.summary["runs"]["finished"] == self.summary["runs"]["planned"])
 
 
-def run_study(settings: Settings, out: Path | None = None, jobs: int | None = None) -> PaceStudy:
+def run_pace_study(
+    config: PaceStudyConfig, out: Path | None = None, jobs: int | None = None
+) -> PaceStudyResult:
     """Do what is not done yet, and answer."""
-    settings.check()
+    config.check()
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1, not {jobs}")
-    folder = StudyFolder(out or _default_folder(settings))
-    folder.check()
-    chosen = settings.recipe()
-    _check_same(settings, folder)
-    data = dataset.prepare(settings.task, settings.source, chosen, dataset.Wanted.of(settings))
-    steps = settings.steps or max(1, round(chosen.epochs * len(data.train) / chosen.batch))
+    folder = StudyDir(out or _default_folder(config))
+    folder.check_usable()
+    chosen = config.resolve_recipe()
+    _check_compatible(config, folder)
+    data = dataset.prepare_task_data(
+        config.task, config.source, chosen, dataset.DataLimits.from_config(config)
+    )
+    steps = config.steps or max(1, round(chosen.epochs * len(data.train) / chosen.batch_size))
     for ratio in chosen.ratios:
-        ratio_schedule(ratio, steps)
-    with folder.locked():
-        file = dataset.save(data, folder.path)
-        runs = plan(settings, chosen, file, data, steps)
+        parse_ratio_schedule(ratio, steps)
+    with folder.lock():
+        file = dataset.save_task_data(data, folder.path)
+        runs = plan_runs(config, chosen, file, data, steps)
         facts: dict[str, Any] = {"steps": steps, "train": len(data.train), "test": len(data.test)}
-        facts |= {"majority": data.majority(), "vocabulary": data.vocabulary, "notes": data.notes}
+        facts |= {
+            "majority": data.majority_accuracy(),
+            "vocab_size": data.vocab_size,
+            "notes": data.issue_counts,
+        }
         folder.save(
             {
-                "question": {"kind": KIND, **_plain(settings)},
-                "command": settings.command(folder.path),
-                "contestants": list(chosen.ratios),
-                "recipe": _plain(chosen),
+                "config": {"kind": STUDY_KIND, **_to_plain_dict(config)},
+                "command": config.command(folder.path),
+                "arms": list(chosen.ratios),
+                "recipe": _to_plain_dict(chosen),
                 "facts": facts,
                 "runs": [run.to_dict() for run in runs],
             }
         )
-        execute(f"pace on {settings.task}", runs, folder, LocalEngine(WORKER, device="cpu"), jobs)
-        return rebuild(folder.path)
+        execute_runs(f"pace on {config.task}", runs, folder, LocalEngine(WORKER_COMMAND, device="cpu"), jobs)
+        return rebuild_pace_study(folder.path)
 
 
-def plan(settings: Settings, chosen: Recipe, file: str, data: dataset.TaskData, steps: int) -> list[Run]:
+def plan_runs(
+    config: PaceStudyConfig, recipe: Recipe, data_file: str, data: dataset.TaskData, steps: int
+) -> list[RunSpec]:
     """Every ratio with every seed, early seeds first, so that a first paired answer is there early."""
     runs = []
-    for seed in range(settings.seeds):
-        for ratio in chosen.ratios:
-            train = _train(settings, chosen, ratio, steps) | {"seed": seed}
-            config = {
-                "task": settings.task,
-                "recipe": {**_plain(chosen), "confounds": {}, "ratios": []},
-                "data": {"file": file, "length": data.mean_length},
+    for seed in range(config.seeds):
+        for ratio in recipe.ratios:
+            train = _train_config(config, recipe, ratio, steps) | {"seed": seed}
+            run_config = {
+                "task": config.task,
+                "recipe": {**_to_plain_dict(recipe), "confounds": {}, "ratios": []},
+                "data": {"file": data_file, "seq_len": data.mean_length},
                 "train": train,
-                "measure": {"published": settings.as_published},
+                "measure": {"published": config.as_published},
             }
-            tokens = steps * chosen.batch * data.mean_length
-            runs.append(Run("pace", f"r={ratio}", seed, chosen.lr, tokens, config))
+            tokens = steps * recipe.batch_size * data.mean_length
+            runs.append(RunSpec("pace", f"r={ratio}", seed, recipe.lr, tokens, run_config))
     return runs
 
 
-def _train(settings: Settings, chosen: Recipe, ratio: str, steps: int) -> dict[str, Any]:
+def _train_config(config: PaceStudyConfig, recipe: Recipe, ratio: str, steps: int) -> dict[str, Any]:
     """The `train` section of a run; of a single-knob study all are alike but for `ratio`."""
     train: dict[str, Any] = {
         "ratio": ratio,
         "steps": steps,
-        "batch": chosen.batch,
-        "optimizer": chosen.optimizer,
-        "lr": chosen.lr,
-        "weight_decay": chosen.weight_decay,
+        "batch_size": recipe.batch_size,
+        "optimizer": recipe.optimizer,
+        "lr": recipe.lr,
+        "weight_decay": recipe.weight_decay,
         "others": 1.0,
         "embed": False,
         "freeze": [],
     }
-    if settings.as_published and ratio != "1":
-        changed = chosen.confounds
-        train |= {"others": changed.others, "embed": changed.embed, "freeze": list(changed.freeze)}
+    if config.as_published and ratio != "1":
+        changed = recipe.confounds
+        train |= {
+            "others": changed.other_lr_scale,
+            "embed": changed.scale_embed_lr,
+            "freeze": list(changed.freeze),
+        }
         if changed.weight_decay is not None:
             train["weight_decay"] = changed.weight_decay
     return train
 
 
-def rebuild(folder: str | Path) -> PaceStudy:
+def rebuild_pace_study(folder: str | Path) -> PaceStudyResult:
     """Analyse what a study's folder holds and write its outputs anew."""
     from qkflow.report.pace import write_outputs
     from qkflow.studies.pace.analysis import analyse
 
-    place = StudyFolder(Path(folder))
+    place = StudyDir(Path(folder))
     study = place.load()
     if not is_pace_study(study):
         raise InputError(f"{folder} is not a study of pace")
     summary = analyse(place, study)
     write_outputs(place.path, summary)
-    return PaceStudy(place.path, summary)
+    return PaceStudyResult(place.path, summary)
 
 
 def is_pace_study(study: dict[str, Any]) -> bool:
-    return bool(study["question"].get("kind") == KIND)
+    return bool(study["config"].get("kind") == STUDY_KIND)
 
 
-def _plain(value: Any) -> dict[str, Any]:
+def _to_plain_dict(value: Any) -> dict[str, Any]:
     """A dataclass as YAML knows it."""
     return {
         name: list(each) if isinstance(each, tuple) else each
@@ -225,19 +239,19 @@ def _plain(value: Any) -> dict[str, Any]:
     }
 
 
-def _check_same(settings: Settings, folder: StudyFolder) -> None:
-    if not folder.exists:
+def _check_compatible(config: PaceStudyConfig, study_dir: StudyDir) -> None:
+    if not study_dir.exists:
         return
-    earlier = folder.load()["question"]
-    for name, now in _plain(settings).items():
-        if name not in _GROWING and earlier.get(name) != now:
+    earlier = study_dir.load()["config"]
+    for name, now in _to_plain_dict(config).items():
+        if name not in _EXTENDABLE_FIELDS and earlier.get(name) != now:
             raise InputError(
-                f"{folder.path} holds a study with {name} {earlier.get(name)}, not {now}; give another --out"
+                f"{study_dir.path} holds a study with {name} {earlier.get(name)}, not {now}; give another --out"
             )
 
 
-def _default_folder(settings: Settings) -> Path:
+def _default_folder(config: PaceStudyConfig) -> Path:
     """The same question has the same folder, so that the same command goes on where it stopped."""
-    source = "" if settings.source == "generate" else f"-{Path(settings.source).stem}"
-    words = f"pace-{settings.task}{source}" + ("-as-published" if settings.as_published else "")
+    source = "" if config.source == "generate" else f"-{Path(config.source).stem}"
+    words = f"pace-{config.task}{source}" + ("-as-published" if config.as_published else "")
     return Path("runs") / re.sub(r"[^A-Za-z0-9_.-]+", "-", words)

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from qkflow.errors import unknown
-from qkflow.hf.parameter_roles import QK
-from qkflow.roles import freeze, parameter_roles
-from qkflow.training.optimizer import AdamW, Group, Multiplier, clip_gradients, parameter_groups
-from qkflow.training.pace import ratio_schedule
+from qkflow.hf.parameter_roles import QK_ROLES
+from qkflow.roles import freeze_roles, parameter_roles
+from qkflow.training.optimizer import AdamW, LRMultiplier, ParamGroup, clip_grad_norm, parameter_groups
+from qkflow.training.pace import parse_ratio_schedule
 
 MOMENTUM = 0.99
-WARMUP = 0.1  # share of the run; then a cosine down to zero
+WARMUP_FRACTION = 0.1  # share of the run; then a cosine down to zero
 
 
 class Optimizer(Protocol):
-    groups: list[Group]
+    param_groups: list[ParamGroup]
 
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
@@ -32,50 +32,54 @@ class SGD(AdamW):
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.groups:
+        for group in self.param_groups:
             for name, parameter in group.parameters.items():
                 if parameter.grad is not None:
                     pull = parameter.grad.add(parameter, alpha=group.weight_decay)
-                    self.mean[name].mul_(MOMENTUM).add_(pull)
-                    parameter.sub_(self.mean[name], alpha=group.lr)
+                    self.exp_avg[name].mul_(MOMENTUM).add_(pull)
+                    parameter.sub_(self.exp_avg[name], alpha=group.lr)
 
 
 OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "sgd": SGD}
 
 
-def build_optimizer(model: nn.Module, train: Mapping[str, Any]) -> Optimizer:
+def build_optimizer(model: nn.Module, train_config: Mapping[str, Any]) -> Optimizer:
     """What a run's `train` section asks for; only `ratio` differs between the runs of a single-knob study."""
-    if train["optimizer"] not in OPTIMIZERS:
-        raise unknown("optimizer", train["optimizer"], OPTIMIZERS)
-    steps = int(train["steps"])
-    schedule = ratio_schedule(train["ratio"], steps)
-    others = float(train["others"])
+    if train_config["optimizer"] not in OPTIMIZERS:
+        raise unknown("optimizer", train_config["optimizer"], OPTIMIZERS)
+    steps = int(train_config["steps"])
+    schedule = parse_ratio_schedule(train_config["ratio"], steps)
+    others = float(train_config["others"])
     present = set(parameter_roles(model).values())
-    multipliers: dict[str, Multiplier] = dict.fromkeys(present, others)
-    paced = [*QK, *(["embed"] if train["embed"] else [])]
+    multipliers: dict[str, LRMultiplier] = dict.fromkeys(present, others)
+    paced = [*QK_ROLES, *(["embed"] if train_config["embed"] else [])]
     for role in present.intersection(paced):
         multipliers[role] = lambda progress: others * schedule(round(progress * steps))
-    if train["freeze"]:
-        freeze(model, train["freeze"])
-    groups = parameter_groups(model, float(train["lr"]), float(train["weight_decay"]), multipliers)
-    return OPTIMIZERS[train["optimizer"]](groups)
+    if train_config["freeze"]:
+        freeze_roles(model, train_config["freeze"])
+    groups = parameter_groups(
+        model, float(train_config["lr"]), float(train_config["weight_decay"]), multipliers
+    )
+    return OPTIMIZERS[train_config["optimizer"]](groups)
 
 
-def base_rate(lr: float, step: int, steps: int) -> float:
-    warmup = max(1, round(WARMUP * steps))
+def base_lr(lr: float, step: int, steps: int) -> float:
+    warmup = max(1, round(WARMUP_FRACTION * steps))
     if step < warmup:
         return lr * (step + 1) / warmup
     return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def descend(optimizer: Optimizer, loss: torch.Tensor, lr: float, step: int, steps: int, clip: float) -> None:
+def optimizer_step(
+    optimizer: Optimizer, loss: torch.Tensor, lr: float, step: int, steps: int, clip: float
+) -> None:
     """One step; a loss that is no number ends the run."""
     if not math.isfinite(float(loss.detach())):
         raise FloatingPointError(f"the loss is not a number at step {step}: the learning rate is too high")
     optimizer.zero_grad()
     loss.backward()
     if clip:
-        clip_gradients(optimizer.gradients(), clip)
-    for group in optimizer.groups:
-        group.set_lr(base_rate(lr, step, steps), step / steps)
+        clip_grad_norm(optimizer.gradients(), clip)
+    for group in optimizer.param_groups:
+        group.set_lr(base_lr(lr, step, steps), step / steps)
     optimizer.step()

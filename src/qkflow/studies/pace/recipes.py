@@ -18,16 +18,20 @@ from qkflow.errors import unknown
 class Confounds:
     """What "faster" also changed in the authors' code, besides the rate of the query-key circuit."""
 
-    embed: bool = False  # the embeddings learn r times as fast too
+    scale_embed_lr: bool = False  # the embeddings learn r times as fast too
     weight_decay: float | None = None  # instead of the baseline's
     freeze: tuple[str, ...] = ()  # roles left out of the optimizer
-    others: float = 1.0  # factor of every other learning rate
+    other_lr_scale: float = 1.0  # factor of every other learning rate
 
     def describe(self) -> str:
-        said = ["the embeddings learn r times as fast too"] if self.embed else []
+        said = ["the embeddings learn r times as fast too"] if self.scale_embed_lr else []
         said += [f"weight decay becomes {self.weight_decay:g}"] if self.weight_decay is not None else []
         said += [f"{' and '.join(self.freeze)} weights stay as they start"] if self.freeze else []
-        said += [f"every other rate becomes {self.others:g} of the baseline's"] if self.others != 1 else []
+        said += (
+            [f"every other rate becomes {self.other_lr_scale:g} of the baseline's"]
+            if self.other_lr_scale != 1
+            else []
+        )
         return "; ".join(said)
 
 
@@ -35,19 +39,19 @@ class Confounds:
 class Recipe:
     """One task's model, optimizer and measures."""
 
-    answers: bool = False  # text is continued by an answer, instead of put into a class
-    layers: int = 1
-    width: int = 64
-    heads: int = 4
-    head_size: int | None = 64
-    hidden: int = 256
+    generates_answer: bool = False  # text is continued by an answer, instead of put into a class
+    n_layers: int = 1
+    dim: int = 64
+    n_heads: int = 4
+    head_dim: int | None = 64
+    hidden_dim: int = 256
     tokenizer: str = "words"
-    longest: int = 128  # tokens of a text
+    max_length: int = 128  # tokens of a text
     optimizer: str = "adamw"
     lr: float = 1e-3
     weight_decay: float = 1e-2
     clip: float = 1.0
-    batch: int = 32
+    batch_size: int = 32
     epochs: float = 5
     ratios: tuple[str, ...] = ("1", "3", "10", "30")
     threshold: float = 0.33  # of attention confidence
@@ -58,13 +62,13 @@ class Recipe:
 
 _AGREEMENT = Recipe(threshold=0.1)
 _SQUAD = Recipe(
-    answers=True,
-    layers=2,
-    width=128,
-    head_size=None,
-    hidden=512,
+    generates_answer=True,
+    n_layers=2,
+    dim=128,
+    head_dim=None,
+    hidden_dim=512,
     tokenizer="bpe:4096",
-    longest=256,
+    max_length=256,
     threshold=0.1,
     ratios=("1", "3", "10"),
     measured=100,
@@ -74,7 +78,7 @@ RECIPES: dict[str, Recipe] = {name: Recipe() for name in TASKS} | {
     "agreement": _AGREEMENT,
     "squad": _SQUAD,
 }
-AS_PUBLISHED: dict[str, Recipe] = {
+PUBLISHED_RECIPES: dict[str, Recipe] = {
     "agreement": replace(
         _AGREEMENT,
         optimizer="sgd",
@@ -83,7 +87,7 @@ AS_PUBLISHED: dict[str, Recipe] = {
         epochs=15,
         ratios=("1", "100"),
         ks=(5.0,),
-        confounds=Confounds(embed=True),
+        confounds=Confounds(scale_embed_lr=True),
     ),
     "hatexplain": Recipe(
         lr=5e-5,
@@ -91,26 +95,26 @@ AS_PUBLISHED: dict[str, Recipe] = {
         epochs=30,
         ratios=("1", "30"),
         ks=(5.0,),
-        confounds=Confounds(embed=True, weight_decay=1e-3, freeze=("mlp",)),
+        confounds=Confounds(scale_embed_lr=True, weight_decay=1e-3, freeze=("mlp",)),
     ),
     "squad": replace(
         _SQUAD,
-        layers=6,
-        width=300,
-        heads=6,
-        hidden=1200,
+        n_layers=6,
+        dim=300,
+        n_heads=6,
+        hidden_dim=1200,
         lr=5e-4,
         weight_decay=0.05,
         clip=0.5,
         epochs=100,
         ratios=("1", "20"),
         ks=(5.0,),
-        confounds=Confounds(others=0.1),
+        confounds=Confounds(other_lr_scale=0.1),
     ),
 }
 
 # Task → measure → (baseline, faster); test performance is accuracy, for SQuAD F1 of the written answer.
-PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
+PUBLISHED_RESULTS: dict[str, dict[str, tuple[float, float]]] = {
     "squad": {
         "performance": (0.5611, 0.5686),
         "confidence": (0.1265, 0.4295),
@@ -129,11 +133,11 @@ PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-def recipe(task: str, as_published: bool, **changes: Any) -> Recipe:
+def get_recipe(task: str, as_published: bool, **overrides: Any) -> Recipe:
     """A task's recipe with whatever the user changed; None means unchanged."""
-    known = AS_PUBLISHED if as_published else RECIPES
+    known = PUBLISHED_RECIPES if as_published else RECIPES
     if task not in TASKS:
         raise unknown("task", task, TASKS)
     if task not in known:
         raise unknown("task with a published setting", task, known)
-    return replace(known[task], **{name: value for name, value in changes.items() if value is not None})
+    return replace(known[task], **{name: value for name, value in overrides.items() if value is not None})

@@ -8,19 +8,22 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-def f1(written: str, truths: Sequence[str]) -> float:
+def squad_f1(prediction: str, references: Sequence[str]) -> float:
     """The best F1 against any of the right answers."""
-    return max((_f1(_words(written), _words(truth)) for truth in truths), default=0.0)
+    return max(
+        (_token_f1(_normalized_words(prediction), _normalized_words(truth)) for truth in references),
+        default=0.0,
+    )
 
 
-def _f1(written: list[str], truth: list[str]) -> float:
-    if not written or not truth:
-        return float(written == truth)
-    common = sum((Counter(written) & Counter(truth)).values())
-    return 2 * common / (len(written) + len(truth))
+def _token_f1(prediction: list[str], reference: list[str]) -> float:
+    if not prediction or not reference:
+        return float(prediction == reference)
+    common = sum((Counter(prediction) & Counter(reference)).values())
+    return 2 * common / (len(prediction) + len(reference))
 
 
-def _words(text: str) -> list[str]:
+def _normalized_words(text: str) -> list[str]:
     """Lower case, without punctuation and articles."""
     plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()

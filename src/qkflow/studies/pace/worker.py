@@ -13,7 +13,7 @@ from typing import NoReturn
 import yaml
 
 from qkflow.errors import InputError
-from qkflow.studies.runner.engines import BAD_INPUT, INTERRUPTED
+from qkflow.studies.runner.engines import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from qkflow.training.loop import write_failure
 
 
@@ -28,7 +28,7 @@ def main(folder: Path) -> int:
         train_and_measure(folder, yaml.safe_load((folder / "config.yaml").read_text("utf-8")))
     except InputError as error:
         print(f"qkflow: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
     except Exception as error:
         traceback.print_exc()
         write_failure(folder, f"{type(error).__name__}: {error}")
@@ -36,10 +36,10 @@ def main(folder: Path) -> int:
     return 0
 
 
-def stop(number: int, frame: FrameType | None) -> NoReturn:
-    os._exit(INTERRUPTED)  # nothing to save: a run this short begins anew
+def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(EXIT_INTERRUPTED)  # nothing to save: a run this short begins anew
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, exit_on_signal)
     sys.exit(main(Path(sys.argv[1])))

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 from qkflow.errors import InputError
 
-WORKER = ("-m", "qkflow.training.worker")
-BAD_INPUT = 2
-INTERRUPTED = 75
-BUSY = -1001  # not started: another process still works in the run's folder
-LOST = -1002  # the machine that ran it is gone
+WORKER_ARGS = ("-m", "qkflow.training.worker")
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 75
+RUN_LOCKED = -1001  # not started: another process still works in the run's folder
+WORKER_LOST = -1002  # the machine that ran it is gone
 
 
-class Handle(Protocol):
+class WorkerHandle(Protocol):
     """A worker at work; `poll` gives its exit code, or BUSY or LOST, once there is one."""
 
     def poll(self) -> int | None: ...
@@ -33,19 +33,19 @@ class Handle(Protocol):
 
 
 class Engine(Protocol):
-    def jobs(self) -> int: ...
-    def start(self, folder: Path, slot: int) -> Handle: ...
+    def default_jobs(self) -> int: ...
+    def start(self, folder: Path, slot: int) -> WorkerHandle: ...
     def close(self) -> None: ...
 
 
-def cores() -> int:
+def process_cpu_count() -> int:
     """The cores this process may use, which in a container are fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def accelerators(device: str) -> int:
+def cuda_device_count(device: str) -> int:
     """How many CUDA devices there are to share out, if they are wanted."""
     if device not in ("auto", "cuda"):
         return 0
@@ -54,10 +54,10 @@ def accelerators(device: str) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-class Process:
+class LocalWorker:
     """One worker as a process of this machine."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, env: dict[str, str]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         with _run_lock(folder / ".lock") as (free, inherited), open(folder / "log.txt", "ab") as log:
             if free:
@@ -66,14 +66,14 @@ class Process:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
+                    env={**os.environ, **env},
                     # Ctrl-C in a terminal reaches the whole group: workers are stopped by us, once.
                     start_new_session=True,
                     pass_fds=inherited,
                 )
 
     def poll(self) -> int | None:
-        return BUSY if self._process is None else self._process.poll()
+        return RUN_LOCKED if self._process is None else self._process.poll()
 
     def stop(self) -> None:
         if self._process and self._process.poll() is None:
@@ -113,18 +113,18 @@ class LocalEngine:
     """Single-thread processes side by side: at these sizes n of them beat one process with n threads."""
 
     def __init__(self, command: Sequence[str] | None = None, threads: int = 1, device: str = "auto") -> None:
-        self.command = tuple(command or (sys.executable, *WORKER))
+        self.command = tuple(command or (sys.executable, *WORKER_ARGS))
         self.threads = threads
-        self.devices = accelerators(device)
+        self.n_gpus = cuda_device_count(device)
 
-    def jobs(self) -> int:
-        return self.devices or max(1, cores() // self.threads)
+    def default_jobs(self) -> int:
+        return self.n_gpus or max(1, process_cpu_count() // self.threads)
 
-    def start(self, folder: Path, slot: int) -> Handle:
+    def start(self, folder: Path, slot: int) -> WorkerHandle:
         environment = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        if self.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.devices)
-        return Process(self.command, folder, environment)
+        if self.n_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.n_gpus)
+        return LocalWorker(self.command, folder, environment)
 
     def close(self) -> None:
         pass
@@ -139,62 +139,64 @@ class RayEngine:
         except ImportError:
             raise InputError('--engine ray needs Ray: pip install "qkflow[ray]"') from None
         self.ray: Any = ray
-        self._mine = not ray.is_initialized()
-        if self._mine:
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
             ray.init(log_to_driver=False, configure_logging=False)
         resources = ray.cluster_resources()
         self.threads = threads
-        self._gpus = int(resources.get("GPU", 0)) if device in ("auto", "cuda") else 0
-        self._cpus = int(resources.get("CPU", 1))
-        placed = ray.remote(num_cpus=threads, num_gpus=1 if self._gpus else 0)
+        self._n_gpus = int(resources.get("GPU", 0)) if device in ("auto", "cuda") else 0
+        self._n_cpus = int(resources.get("CPU", 1))
+        placed = ray.remote(num_cpus=threads, num_gpus=1 if self._n_gpus else 0)
         # On a node the interpreter is the node's own, so the default command is made there.
-        self._actor = placed(_RayProcess)
+        self._actor = placed(_RayWorker)
         self.command = tuple(command) if command else None
 
-    def jobs(self) -> int:
-        return self._gpus or max(1, self._cpus // self.threads)
+    def default_jobs(self) -> int:
+        return self._n_gpus or max(1, self._n_cpus // self.threads)
 
-    def start(self, folder: Path, slot: int) -> Handle:
-        return _RayHandle(self.ray, self._actor.remote(self.command, self.threads, str(folder.resolve())))
+    def start(self, folder: Path, slot: int) -> WorkerHandle:
+        return _RayWorkerHandle(
+            self.ray, self._actor.remote(self.command, self.threads, str(folder.resolve()))
+        )
 
     def close(self) -> None:
-        if self._mine:
+        if self._owns_ray:
             self.ray.shutdown()
 
 
-class _RayProcess:
+class _RayWorker:
     """Lives on a node: starts the worker there as the local engine would, and keeps hold of it."""
 
     def __init__(self, command: Sequence[str] | None, threads: int, folder: str) -> None:
         engine = LocalEngine(command, threads, device="placed by Ray")
-        self._process = engine.start(Path(folder), 0)
+        self._worker = engine.start(Path(folder), 0)
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return self._worker.poll()
 
     def stop(self) -> None:
-        self._process.stop()
+        self._worker.stop()
 
     def kill(self) -> None:
-        self._process.kill()
+        self._worker.kill()
 
 
-class _RayHandle:
+class _RayWorkerHandle:
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
-        self._asked = actor.poll.remote()
+        self._poll_ref = actor.poll.remote()
 
     def poll(self) -> int | None:
         """Never waits: an actor that has not found its place yet simply has not answered."""
-        ready, _ = self._ray.wait([self._asked], timeout=0)
+        ready, _ = self._ray.wait([self._poll_ref], timeout=0)
         if not ready:
             return None
         try:
-            code: int | None = self._ray.get(self._asked)
+            code: int | None = self._ray.get(self._poll_ref)
         except self._ray.exceptions.RayError:
-            return LOST
+            return WORKER_LOST
         if code is None:
-            self._asked = self._actor.poll.remote()
+            self._poll_ref = self._actor.poll.remote()
         else:
             self._ray.kill(self._actor)  # gives its place to the next
         return code

@@ -16,9 +16,9 @@ from rich.text import Text
 from qkflow.console import err
 
 if TYPE_CHECKING:
-    from qkflow.studies.runner.execution import Watched
+    from qkflow.studies.runner.execution import RunTracker
 
-_STYLE = {
+_STATUS_STYLES = {
     "running": "cyan",
     "finished": "green",
     "reused": "green",
@@ -27,10 +27,10 @@ _STYLE = {
     "waiting": "dim",
 }
 # Of a table too long for the terminal the most telling rows stay.
-_FIRST = ("running", "failed", "interrupted", "finished", "waiting", "reused")
+_STATUS_PRIORITY = ("running", "failed", "interrupted", "finished", "waiting", "reused")
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     minutes, rest = divmod(round(seconds), 60)
@@ -38,59 +38,62 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Board:
+class LiveTable:
     """The live table on a terminal; one line per ended run where there is none."""
 
-    def __init__(self, title: str, runs: Sequence[Watched]) -> None:
-        self.title, self.runs = title, runs
-        self._began = time.monotonic()
-        self._tokens_before = sum(run.tokens for run in runs)
-        self._told: set[str] = {run.run.id for run in runs if run.state == "reused"}
+    def __init__(self, title: str, trackers: Sequence[RunTracker]) -> None:
+        self.title, self.trackers = title, trackers
+        self._start_time = time.monotonic()
+        self._initial_tokens = sum(run.tokens for run in trackers)
+        self._announced: set[str] = {run.spec.id for run in trackers if run.status == "reused"}
         self._live = Live(console=err, refresh_per_second=4, transient=True) if err.is_terminal else None
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> LiveTable:
         if self._live:
             self._live.__enter__()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._live:
-            self._live.__exit__(kind, error, trace)
+            self._live.__exit__(exc_type, exc_value, traceback)
 
     def time_left(self) -> float | None:
         """Tokens still to train, at the pace so far (start-up and evaluation included)."""
-        done = sum(run.tokens for run in self.runs) - self._tokens_before
-        left = sum(max(0, run.run.tokens - run.tokens) for run in self.runs if not run.over)
-        elapsed = time.monotonic() - self._began
+        done = sum(run.tokens for run in self.trackers) - self._initial_tokens
+        left = sum(max(0, run.spec.tokens - run.tokens) for run in self.trackers if not run.is_done)
+        elapsed = time.monotonic() - self._start_time
         if left == 0:
             return 0.0
         return left * elapsed / done if done > 0 else None
 
-    def show(self) -> None:
+    def refresh(self) -> None:
         if self._live:
             self._live.update(self._render())
-        for run in self.runs:
-            if run.over and run.run.id not in self._told:
-                self._told.add(run.run.id)
-                self._tell(run)
+        for run in self.trackers:
+            if run.is_done and run.spec.id not in self._announced:
+                self._announced.add(run.spec.id)
+                self._announce(run)
 
-    def _tell(self, run: Watched) -> None:
+    def _announce(self, tracker: RunTracker) -> None:
         """A line that stays: always for a run that did not finish, else only where there is no live table."""
-        count = Counter(r.over for r in self.runs)[True]
-        what = f"{run.run.cell} seed {run.run.seed}"
-        if run.state == "finished":
+        count = Counter(r.is_done for r in self.trackers)[True]
+        what = f"{tracker.spec.cell} seed {tracker.spec.seed}"
+        if tracker.status == "finished":
             if not self._live:
-                loss = "" if run.loss is None else f", loss {run.loss:.4f}"
-                left = duration(self.time_left())
+                loss = "" if tracker.loss is None else f", loss {tracker.loss:.4f}"
+                left = format_duration(self.time_left())
                 err.print(
-                    f"{count}/{len(self.runs)} {what} finished{loss}, about {left} left",
+                    f"{count}/{len(self.trackers)} {what} finished{loss}, about {left} left",
                     markup=False,
                     soft_wrap=True,
                 )
         else:
-            said = f"{count}/{len(self.runs)} {what} {run.state}: {run.message}"
+            said = f"{count}/{len(self.trackers)} {what} {tracker.status}: {tracker.message}"
             err.print(said, markup=False, style="red", soft_wrap=True)
 
     def _render(self) -> Group:
@@ -98,20 +101,22 @@ class Board:
         for name in ("run", "seed", "lr", "state", "step", "loss", "tokens/s", "left"):
             table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
         room = max(4, err.height - 8)
-        shown = sorted(self.runs, key=lambda run: _FIRST.index(run.state))[:room]
-        for run in self.runs:
+        shown = sorted(self.trackers, key=lambda run: _STATUS_PRIORITY.index(run.status))[:room]
+        for run in self.trackers:
             if run in shown:
                 table.add_row(
-                    run.run.cell,
-                    str(run.run.seed),
-                    f"{run.run.lr:g}",
-                    Text(run.state, _STYLE[run.state]),
-                    f"{run.step}/{run.run.steps}",
+                    run.spec.cell,
+                    str(run.spec.seed),
+                    f"{run.spec.lr:g}",
+                    Text(run.status, _STATUS_STYLES[run.status]),
+                    f"{run.step}/{run.spec.steps}",
                     "–" if run.loss is None else f"{run.loss:.3f}",
                     "–" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
-                    duration(run.time_left()) if run.state == "running" else "",
+                    format_duration(run.time_left()) if run.status == "running" else "",
                 )
-        states = Counter(run.state for run in self.runs)
-        summary = ", ".join(f"{states[state]} {state}" for state in _FIRST if states[state])
-        elapsed = duration(time.monotonic() - self._began)
-        return Group(table, Text(f"{summary} · {elapsed} gone, about {duration(self.time_left())} left"))
+        states = Counter(run.status for run in self.trackers)
+        summary = ", ".join(f"{states[state]} {state}" for state in _STATUS_PRIORITY if states[state])
+        elapsed = format_duration(time.monotonic() - self._start_time)
+        return Group(
+            table, Text(f"{summary} · {elapsed} gone, about {format_duration(self.time_left())} left")
+        )

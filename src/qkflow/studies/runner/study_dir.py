@@ -1,6 +1,6 @@
 """A study's folder: what was asked, one folder per run, what came out.
 
-FOLDER/study.yaml                       the question, the contestants, the planned runs
+FOLDER/study.yaml                       the question, the arms, the planned runs
 FOLDER/runs/<run-id>/config.yaml        written before the run
                     /metrics.jsonl      appended by the worker; of two rows of one step the later counts
                     /result.json        written at the end: there = the run is over
@@ -26,11 +26,11 @@ from qkflow.errors import InputError
 from qkflow.files import make_folder, write_atomic, write_json
 from qkflow.training.loop import read_result
 
-STUDY = "study.yaml"
+STUDY_FILE = "study.yaml"
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RunDir:
     """Reads (and, before the run, writes) the files a run consists of."""
 
     path: Path
@@ -45,7 +45,7 @@ class RunFolder:
         return read_result(self.path)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         result = self.result()
         return result is not None and result.get("status") == "finished"
 
@@ -53,12 +53,12 @@ class RunFolder:
         """For a worker that died without a word."""
         write_json(self.path / "result.json", {"status": "failed", "error": error})
 
-    def forget_failure(self) -> None:
+    def clear_failure(self) -> None:
         """A run that failed is tried again, from its last good checkpoint."""
-        if not self.finished:
+        if not self.is_finished:
             (self.path / "result.json").unlink(missing_ok=True)
 
-    def drop_model(self) -> None:
+    def delete_model(self) -> None:
         """Let go of weights that nobody will look at: of runs that only measured or tuned."""
         shutil.rmtree(self.path / "model", ignore_errors=True)
 
@@ -70,12 +70,12 @@ class RunFolder:
             return {}
         kinds: dict[str, dict[int, dict[str, Any]]] = {}
         for line in text.split(b"\n"):
-            row = read_row(line)
+            row = parse_metrics_row(line)
             if row is not None:
                 kinds.setdefault(row["kind"], {})[row["step"]] = row
         return {kind: [rows[step] for step in sorted(rows)] for kind, rows in kinds.items()}
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """The last line the worker said; what a failure usually explains itself with."""
         try:
             with open(self.path / "log.txt", "rb") as file:
@@ -86,7 +86,7 @@ class RunFolder:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def read_row(line: bytes) -> dict[str, Any] | None:
+def parse_metrics_row(line: bytes) -> dict[str, Any] | None:
     """One row of metrics.jsonl; None for a line cut short by a kill."""
     try:
         row = json.loads(line)
@@ -97,41 +97,41 @@ def read_row(line: bytes) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class StudyFolder:
+class StudyDir:
     path: Path
 
-    def run(self, run_id: str) -> RunFolder:
-        return RunFolder(self.path / "runs" / run_id)
+    def run_dir(self, run_id: str) -> RunDir:
+        return RunDir(self.path / "runs" / run_id)
 
     def load(self) -> dict[str, Any]:
         """What `study.yaml` says."""
         try:
-            text = (self.path / STUDY).read_text(encoding="utf-8")
+            text = (self.path / STUDY_FILE).read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(
-                f"{self.path} is not a comparison: it has no {STUDY}; give the folder that "
+                f"{self.path} is not a comparison: it has no {STUDY_FILE}; give the folder that "
                 f"`qkflow compare --out` wrote"
             ) from None
         except UnicodeDecodeError:
-            raise InputError(f"{self.path / STUDY} is not a text file") from None
+            raise InputError(f"{self.path / STUDY_FILE} is not a text file") from None
         try:
             study = yaml.safe_load(text)
         except yaml.YAMLError as error:
             said = " ".join(str(error).split())
-            raise InputError(f"{self.path / STUDY} cannot be read as YAML ({said})") from None
-        kinds = {"question": dict, "contestants": list, "runs": list}
+            raise InputError(f"{self.path / STUDY_FILE} cannot be read as YAML ({said})") from None
+        kinds = {"config": dict, "arms": list, "runs": list}
         if not isinstance(study, dict) or any(not isinstance(study.get(k), kinds[k]) for k in kinds):
-            raise InputError(f"{self.path / STUDY} is not what `qkflow compare` writes")
+            raise InputError(f"{self.path / STUDY_FILE} is not what `qkflow compare` writes")
         return study
 
     def save(self, study: dict[str, Any]) -> None:
-        write_atomic(self.path / STUDY, yaml.safe_dump(study, sort_keys=False, allow_unicode=True))
+        write_atomic(self.path / STUDY_FILE, yaml.safe_dump(study, sort_keys=False, allow_unicode=True))
 
     @property
     def exists(self) -> bool:
-        return (self.path / STUDY).is_file()
+        return (self.path / STUDY_FILE).is_file()
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Refuse a folder that holds something else; writes nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--out {self.path} is a file; give a folder")
@@ -139,7 +139,7 @@ class StudyFolder:
             raise InputError(f"--out {self.path} holds something else; give a new or empty folder")
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Hold the folder, made if need be, so that two comparisons never write into one."""
         from filelock import FileLock, Timeout
 
