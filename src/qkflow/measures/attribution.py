@@ -119,8 +119,8 @@ def attribution_scores(
     if method in ATTENTION_METHODS:
         found = ATTENTION_METHODS[method](attentions, model.readout_positions(attention_mask))
     elif method == "gradient":
-        if not hasattr(model, "embed") or not hasattr(model, "probabilities_of"):
-            raise InputError("the gradient ranking needs a model with embed() and probabilities_of()")
+        if not hasattr(model, "embed") or not hasattr(model, "probabilities_from_embeddings"):
+            raise InputError("the gradient ranking needs a model with embed() and probabilities_from_embeddings()")
         found = integrated_gradients(cast(EmbeddingClassifier, model), ids, attention_mask, targets)
     else:
         rows = [np.random.default_rng(seed).random(ids.shape[1]) for seed in seeds]

@@ -45,7 +45,7 @@ def squad_file(folder: Path) -> Path:
         answer = f"answer {number % 7}"
         context = f"{'some words before . ' * 3}the truth is {answer} , and {'more words after . ' * 3}"
         place = {"text": answer, "answer_start": context.index(answer)}
-        asked = {"id": str(number), "config": f"what is truth {number} ?", "answers": [place]}
+        asked = {"id": str(number), "question": f"what is truth {number} ?", "answers": [place]}
         paragraphs.append({"context": context, "qas": [asked]})
     path = folder / "dev-v1.1.json"
     path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))

@@ -159,7 +159,7 @@ def _load_train_test(
         loaded = [tasks.load(task, source, as_published=limits.as_published, limit=limit)]
     elif task == "squad":
         loaded = _load_splits(
-            task, source, window=limits.window, shifted=not limits.as_published, relocate=True
+            task, source, window=limits.window, shift_window=not limits.as_published, relocate=True
         )
     else:
         loaded = _load_splits(task, source)
