@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from qkflow.report.figures import _mean_eval_curve, _perplexity_gap_curve
-from qkflow.report.page import format_count, format_value, json_for_script
+from qkflow.report.page import format_count, format_value
 from qkflow.report.tables import terminal_table
 from qkflow.studies import Comparison, rebuild_report
 
@@ -190,15 +190,6 @@ def test_text_of_users_stays_text(hostile_study: Path) -> None:
     assert "loss is <nan> & gone" in page.text
     assert "alert(1)" not in "".join(body for name, body in page.scripts.items() if name != "figures")
     assert answer.summary["variants"][0]["verdict"] == "no verdict"
-
-
-def test_json_cannot_leave_its_script_element() -> None:
-    value = {"a": "</script><!--&amp;", "b": [1.5, None, "é"]}
-    text = json_for_script(value)
-    assert not set("<>&") & set(text)
-    assert json.loads(text) == value
-    with pytest.raises(ValueError, match="JSON"):
-        json_for_script(float("nan"))
 
 
 def test_numbers_as_people_write_them() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.files import write_atomic, write_json
+from qkflow.html import json_for_script
 from qkflow.report.figures import PALETTE, REFERENCE_COLOR, Figure, band_and_line_traces, base_layout
 from qkflow.report.pace_tables import (
     COLUMN_HEADINGS,
@@ -16,7 +17,7 @@ from qkflow.report.pace_tables import (
     published_cells,
     summary_csv,
 )
-from qkflow.report.page import json_for_script, load_template
+from qkflow.report.page import load_template
 from qkflow.studies.pace.analysis import ATTRIBUTION_METHODS
 from qkflow.studies.pace.run import BIN_EDGES
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from qkflow.html import json_for_script
 from qkflow.report import figures
 from qkflow.report.tables import all_rows, format_difference, format_number
 
@@ -88,12 +88,6 @@ def _probe_layers(figures_by_name: dict[str, figures.Figure]) -> list[str]:
         for t in f["data"]
     }
     return sorted(found - {"mean"}, key=int)
-
-
-def json_for_script(value: Any) -> str:
-    """JSON that cannot end the script element it stands in, whatever text it holds."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def format_count(value: float | None) -> str:
