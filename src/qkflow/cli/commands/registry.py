@@ -1,0 +1,233 @@
+"""`qkflow couplings`, `scorings`, `inits` and `config`: tables generated from the code.
+
+The documentation contains these tables too; `make tables` rewrites them there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import re
+import tokenize
+import types
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+from qkflow import console
+from qkflow.errors import unknown
+
+Row = dict[str, Any]
+
+
+def couplings(*, json: bool = False, markdown: bool = False) -> None:
+    """List the registered couplings with their equation and declared properties.
+
+    examples:
+      qkflow couplings
+      qkflow couplings --json
+
+    Args:
+        json: print one JSON object instead of a table.
+        markdown: print a Markdown table.
+    """
+    _print_rows("couplings", coupling_rows(), json, markdown)
+
+
+def scorings(*, json: bool = False, markdown: bool = False) -> None:
+    """List the registered scorings with their equation.
+
+    examples:
+      qkflow scorings
+      qkflow scorings --markdown
+
+    Args:
+        json: print one JSON object instead of a table.
+        markdown: print a Markdown table.
+    """
+    _print_rows("scorings", scoring_rows(), json, markdown)
+
+
+def inits(*, json: bool = False, markdown: bool = False) -> None:
+    """List the parameter inits: bases, and modifiers of a base.
+
+    Write BASE or BASE+MODIFIER, e.g. gpt2 or fan_in+symmetric=1.
+
+    examples:
+      qkflow inits
+      qkflow inits --json
+
+    Args:
+        json: print one JSON object instead of a table.
+        markdown: print a Markdown table.
+    """
+    _print_rows("inits", init_rows(), json, markdown)
+
+
+def config(
+    section: Annotated[str | None, tyro.conf.Positional] = None, *, json: bool = False, markdown: bool = False
+) -> None:
+    """List the keys of a run's config.yaml with type, default and description.
+
+    Set any of them with `qkflow train RUN --set KEY=VALUE`.
+
+    examples:
+      qkflow config
+      qkflow config model.slow
+      qkflow config train --markdown
+
+    Args:
+        section: model, model.attention, model.slow, data or train (default: all).
+        json: print one JSON object instead of a table.
+        markdown: print a Markdown table.
+    """
+    _print_rows("config", config_rows(section), json, markdown)
+
+
+def coupling_rows() -> list[Row]:
+    from qkflow.attention import couplings as registry
+
+    return [
+        {
+            "coupling": name,
+            "equation": part.equation,
+            "good for": part.good_for,
+            "identity at init": part.identity_at_init,
+            "invertible": part.invertible,
+            "options": list(registry.options(name)),
+            "citation": part.citation,
+        }
+        for name, part in ((name, registry.get(name)) for name in registry.names())
+    ]
+
+
+def scoring_rows() -> list[Row]:
+    from qkflow.attention import scorings as registry
+
+    parts = ((name, registry.get(name)) for name in registry.names())
+    return [
+        {"scoring": name, "equation": part.equation, "good for": part.good_for, "citation": part.citation}
+        for name, part in parts
+    ]
+
+
+def init_rows() -> list[Row]:
+    """Return the rows of the Markdown tables in the docstring of `qkflow.attention.init`."""
+    from qkflow.attention import init
+
+    rows: list[Row] = []
+    for block in re.findall(r"(?:^\|.*\n)+", init.__doc__ or "", re.M):
+        (kind, *columns), _, *lines = (
+            [cell.strip() for cell in line[1:-1].split("|")] for line in block.split("\n")[:-1]
+        )
+        for name, *cells in lines:
+            described = "; ".join(f"{column}: {cell}" for column, cell in zip(columns, cells, strict=True))
+            rows.append({"init": name.strip("`"), "kind": kind, "parameters": described})
+    return rows
+
+
+def config_rows(section: str | None = None) -> list[Row]:
+    from qkflow.models.config import AttentionConfig, ModelConfig
+    from qkflow.models.slow_path.config import SlowPathConfig
+    from qkflow.training.config import DataConfig, TrainConfig
+
+    sections: dict[str, type] = {
+        "model": ModelConfig,
+        "model.attention": AttentionConfig,
+        "model.slow": SlowPathConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+    }
+    if section is not None and section not in sections:
+        raise unknown("section", section, sections)
+    chosen = sections if section is None else {section: sections[section]}
+    return [row for name, cls in chosen.items() for row in _field_rows(name, cls)]
+
+
+def _field_rows(section: str, cls: type) -> list[Row]:
+    hints, descriptions = get_type_hints(cls), field_descriptions(cls)
+    return [
+        {
+            "key": f"{section}.{field.name}",
+            "type": _type_name(hints[field.name]),
+            "default": _default(field),
+            "description": descriptions.get(field.name, ""),
+        }
+        for field in dataclasses.fields(cls)
+    ]
+
+
+def field_descriptions(cls: type) -> dict[str, str]:
+    """Return the description of each dataclass field: the comment on its line, or its entry in the docstring.
+
+    A docstring entry is `name`, two spaces or more and the text; deeper indented lines continue it.
+    """
+    entries = re.findall(r"^(\w+) {2,}(\S.*(?:\n {2,}\S.*)*)", inspect.getdoc(cls) or "", re.M)
+    found = {name: " ".join(text.split()) for name, text in entries}
+    source = inspect.cleandoc(inspect.getsource(cls))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        field = re.match(r" *(\w+):", token.line)
+        if token.type == tokenize.COMMENT and field:
+            found[field[1]] = token.string.lstrip("# ")
+    return found
+
+
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_type_name(kind) for kind in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (list, tuple):
+        return f"list of {_type_name(get_args(hint)[0])}"
+    if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
+        return "mapping"
+    return "null" if hint is type(None) else str(hint.__name__)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return list(field.default) if isinstance(field.default, tuple) else field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return {}
+    return "required"
+
+
+def _print_rows(name: str, rows: Sequence[Row], json: bool, markdown: bool) -> None:
+    if json:
+        console.emit_json({name: rows})
+    elif markdown:
+        print(markdown_table(rows))
+    else:
+        _print_table(rows)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Return rows as a Markdown table; names and keys are set as code."""
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [_cell(row[column]).replace("|", r"\|") for column in columns]
+        lines.append("| " + " | ".join([f"`{cells[0]}`", *cells[1:]]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "–"
+    return "null" if value is None else str(value)
+
+
+def _print_table(rows: Sequence[Row]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(_cell(value)) for value in row.values()))
+    console.out.print(table)
