@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from input_errors import raises_code
 from qkflow.cli import main as cli
 from qkflow.cli.main import COMMANDS
-from qkflow.errors import InputError
 
 ALLOWED = {"torch", "numpy", "qkflow"}
 
@@ -38,7 +38,7 @@ def test_importing_qkflow_needs_torch_alone() -> None:
 
 
 def test_help_lists_every_command_without_torch() -> None:
-    code = "import sys; from qkflow.cli.main import run; run(['--help']); print('torch' in sys.modules)"
+    code = "import sys; from qkflow.cli import main; main.dispatch(['-h']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     for name in COMMANDS:
         assert name in done.stdout
@@ -52,8 +52,9 @@ def test_a_group_of_commands_has_help_too(capsys: pytest.CaptureFixture[str]) ->
         said = capsys.readouterr().out
         for name in COMMANDS:
             assert (f"  {name}  " in said) == name.startswith(f"{group} ")
-    with pytest.raises(InputError, match="unknown command 'data lst': did you mean 'data list'"):
+    with raises_code("unknown-command") as caught:
         cli.dispatch(["data", "lst"])
+    assert "'data list'" in str(caught.value)
 
 
 def test_unknown_command_suggests_the_nearest() -> None:
@@ -68,6 +69,32 @@ def test_bad_input_is_one_sentence_and_exit_code_two() -> None:
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "did you mean 'euler" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [
+        ("compare", "--starts=gpt2", "--inits"),
+        ("train", "--start", "--init"),
+        ("train", "--length", "--seq-len"),
+        ("eval", "--batch", "--batch-size"),
+        ("bench", "--width", "--dim"),
+        ("bench", "--kv_heads", "--n-kv-heads"),
+        ("pace study", "--layers", "--n-layers"),
+        ("pace synthetic", "--qk-start", "--qk-init"),
+        ("timescale theory", "--hidden", "--hidden-dim"),
+    ],
+)
+def test_renamed_flag_names_the_new_one(command: str, old: str, new: str) -> None:
+    with raises_code("renamed-flag") as caught:
+        cli.dispatch([*command.split(), old, "1"])
+    assert str(caught.value).endswith(f" {new}")
+
+
+def test_flag_that_a_command_still_has_is_not_renamed() -> None:
+    def command(*, start: int = 0, init: int = 0) -> None: ...
+
+    cli.check_renamed_flags(["--start", "1"], command)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -97,4 +124,4 @@ def test_bench_prints_one_json_object() -> None:
     for row in printed["rows"]:
         assert row["low"] <= row["ratio"] <= row["high"]
         assert {"steps", "level", "flop_ratio", "memory_ratio"} <= set(row)
-    assert printed["environment"]["width"] == 32
+    assert printed["environment"]["dim"] == 32

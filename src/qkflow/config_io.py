@@ -1,4 +1,4 @@
-"""Plain data, as YAML, JSON and flags give it, read into typed dataclasses."""
+"""Convert plain data from YAML, JSON and flags into typed dataclasses."""
 
 from __future__ import annotations
 
@@ -6,45 +6,95 @@ import dataclasses
 import math
 import re
 import types
+from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from qkflow.errors import InputError, unknown
 
 ConfigT = TypeVar("ConfigT")
-TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+TYPE_DESCRIPTIONS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+
+# Keys of a config that were renamed, by their full path: an old one is refused with the new one's name.
+RENAMED_KEYS = {
+    "model.vocabulary": "model.vocab_size",
+    "model.layers": "model.n_layers",
+    "model.width": "model.dim",
+    "model.heads": "model.n_heads",
+    "model.kv_heads": "model.n_kv_heads",
+    "model.head_size": "model.head_dim",
+    "model.hidden": "model.hidden_dim",
+    "model.tied": "model.tie_embeddings",
+    "model.start": "model.init",
+    "model.slow.layers": "model.slow.n_layers",
+    "model.slow.hidden": "model.slow.hidden_dim",
+    "model.slow.start": "model.slow.gate_init",
+    "model.slow.output": "model.slow.output_init",
+    "slow.layers": "slow.n_layers",
+    "slow.hidden": "slow.hidden_dim",
+    "slow.start": "slow.gate_init",
+    "slow.output": "slow.output_init",
+    "rope.low": "rope.low_freq_factor",
+    "rope.high": "rope.high_freq_factor",
+    "rope.original_length": "rope.original_max_position_embeddings",
+    "coupling.hidden": "coupling.hidden_dim",
+    "data.length": "data.seq_len",
+    "train.batch": "train.batch_size",
+    "train.final_lr": "train.min_lr_factor",
+    "train.decay": "train.decay_ratio",
+    "train.checkpoint_blocks": "train.activation_checkpointing",
+    "train.keep": "train.keep_latest_k",
+    "config.starts": "config.inits",  # of a study.yaml
+    "config.length": "config.seq_len",
+    "config.batch": "config.batch_size",
+    "config.layers": "config.n_layers",
+    "config.width": "config.dim",
+    "config.heads": "config.n_heads",
+}
 
 
 def dataclass_from_dict(cls: type[ConfigT], values: Any, key_path: str) -> ConfigT:
-    """A dataclass from plain data: every key known, every value of its type."""
+    """Build a dataclass from plain data. Raise InputError for an unknown key or a value of the wrong type."""
     hints = get_type_hints(cls)
     for key in check_mapping(values, key_path):
         if key not in hints:
-            raise unknown(f"key of {key_path}", str(key), hints)
+            raise unknown_key(key_path, str(key), hints)
     return cls(**{key: _coerce(value, hints[key], f"{key_path}.{key}") for key, value in values.items()})
+
+
+def unknown_key(key_path: str, key: str, known: Iterable[str]) -> InputError:
+    """Return the error for a key that section `key_path` does not have; a renamed key gets its new name."""
+    new = RENAMED_KEYS.get(f"{key_path}.{key}")
+    if new is not None:
+        return InputError(f"{key_path}.{key} was renamed: write {new}", code="renamed-key")
+    return unknown(f"key of {key_path}", key, known)
 
 
 def check_mapping(values: Any, key_path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise InputError(f"'{key_path}' must be a mapping of keys to values, not {values!r}")
+        raise InputError(
+            f"'{key_path}' must be a mapping of keys to values, not {values!r}", code="not-a-mapping"
+        )
     return values
 
 
 def parse_count(text: str | int | float) -> int:
     """Read a number of tokens: 50000, 200k, 1M, 1.5m, 3e6."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)([kmgb]?)", str(text).strip().lower())
-    wrong = InputError(f"'{text}' is not a number of tokens: write e.g. 200k, 1M or 50000")
+    wrong = InputError(
+        f"'{text}' is not a number of tokens: write e.g. 200k, 1M or 50000", code="invalid-count"
+    )
     if match is None:
         raise wrong
     scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
     number = float(match[1].replace("_", "")) * scale
-    # 1.1M is whole but for rounding
+    # 1.1M is an integer up to rounding
     if not math.isfinite(number) or abs(number - round(number)) > 1e-9 * number:
         raise wrong
     return round(number)
 
 
 def _coerce(value: Any, hint: Any, key_path: str) -> Any:
-    """`value` as the type `hint`. YAML reads 3e-3 and 1M as texts; here they become numbers."""
+    """Convert `value` to the type `hint`. YAML reads 3e-3 and 1M as strings; they become numbers here."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in kinds:
         return None
@@ -69,8 +119,8 @@ def _coerce(value: Any, hint: Any, key_path: str) -> Any:
     choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
     if choices:
         raise unknown(key_path, str(value), choices)
-    wanted = " or ".join(_describe_type(kind) for kind in kinds if kind is not type(None))
-    raise InputError(f"{key_path} must be {wanted}, not {value!r}")
+    expected = " or ".join(_describe_type(kind) for kind in kinds if kind is not type(None))
+    raise InputError(f"{key_path} must be {expected}, not {value!r}", code="wrong-type")
 
 
 def _describe_type(kind: Any) -> str:
@@ -83,14 +133,14 @@ def _describe_type(kind: Any) -> str:
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Refuse what no generator of random numbers can start from."""
+    """Raise InputError for a seed that `torch.Generator.manual_seed` does not accept."""
     if not -(2**63) <= seed < 2**64:
-        raise InputError(f"{name} must lie between -2^63 and 2^64, not at {seed}")
+        raise InputError(f"{name} must be between -2^63 and 2^64, not {seed}", code="seed-out-of-range")
 
 
 def check_utf8(name: str, text: str) -> None:
-    """Refuse bytes of the command line that are no text; as a path they would be fine."""
+    """Raise InputError for a command-line argument that is not valid UTF-8 (a path may be)."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{name} is not valid UTF-8: give it as UTF-8 text") from None
+        raise InputError(f"{name} is not valid UTF-8: write it as UTF-8 text", code="not-utf8") from None

@@ -1,11 +1,12 @@
-"""Writing to disk so that a reader never sees a half-written file: write beside, fsync, rename."""
+"""Atomic writes and folder locks. A reader never sees a half-written file or folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +16,7 @@ from qkflow.errors import InputError
 
 @contextmanager
 def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a binary file that takes `path`'s place only when the block ends without an error."""
+    """Open a binary file that replaces `path` only if the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
@@ -41,15 +42,93 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that the user named, with its parents."""
+    """Create a folder that the user chose, with its parents."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{folder} cannot be written ({error.strerror}): give another folder") from None
+        raise InputError(
+            f"cannot write to {folder} ({error.strerror}): choose another folder", code="folder-not-writable"
+        ) from None
+
+
+def staging_path(final: Path) -> Path:
+    """Return the hidden sibling in which the folder `final` is written before `commit_folder`."""
+    return final.with_name(f".{final.name}.part")
+
+
+@contextmanager
+def staging_folder(final: Path, staging: Path | None = None) -> Iterator[Path]:
+    """Create a folder that replaces `final` only if the block ends without an error.
+
+    `staging` (default: a hidden sibling) must be on the same file system as `final`; whatever an earlier,
+    killed process left there is removed first.
+    """
+    staging = staging or staging_path(final)
+    shutil.rmtree(staging, ignore_errors=True)
+    make_folder(staging)
+    try:
+        yield staging
+        commit_folder(staging, final)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def commit_folder(staging: Path, final: Path) -> None:
+    """Make `staging` durable and rename it to `final`; an older `final` is removed."""
+    for path in staging.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+        else:
+            fsync_folder(path)
+    fsync_folder(staging)
+    if final.exists():
+        remove_folder(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(staging, final)
+    fsync_folder(final.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder so that it disappears as a whole: rename it to a hidden name first."""
+    hidden = folder.with_name(f".{folder.name}.old.part")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.replace(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def lock_folder(
+    folder: Path, filename: str = ".lock", *, on_wait: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Hold an exclusive lock on `folder`, created if missing, until the block ends or the process dies.
+
+    If another process holds it, raise InputError (code `folder-locked`). With `on_wait`, call that after one
+    second instead and wait.
+    """
+    from filelock import FileLock, Timeout
+
+    make_folder(folder)
+    lock = FileLock(folder / filename)
+    try:
+        lock.acquire(timeout=0 if on_wait is None else 1)
+    except Timeout:
+        if on_wait is None:
+            raise InputError(
+                f"another process is using {folder}: wait for it, or choose another folder",
+                code="folder-locked",
+            ) from None
+        on_wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def fsync_folder(folder: str | Path) -> None:
-    """Make renames inside `folder` durable (a no-op where folders cannot be opened)."""
+    """Make renames inside `folder` durable; does nothing where folders cannot be opened (Windows)."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:

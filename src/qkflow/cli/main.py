@@ -8,9 +8,10 @@ command runs, so `qkflow --help` needs neither torch nor anything heavier.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from qkflow.errors import InputError, unknown
 
@@ -45,6 +46,20 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "import": ("hf", "import_model", "write a transformers model as a folder qkflow reads"),
 }
 
+# Flags that were renamed: an old one is refused with the new one's name, unless the command still has it.
+RENAMED_FLAGS = {
+    "--starts": "--inits",
+    "--start": "--init",
+    "--qk-start": "--qk-init",
+    "--ov-start": "--ov-init",
+    "--length": "--seq-len",
+    "--batch": "--batch-size",
+    "--width": "--dim",
+    "--heads": "--n-heads",
+    "--kv-heads": "--n-kv-heads",
+    "--layers": "--n-layers",
+    "--hidden": "--hidden-dim",
+}
 
 HELP_FLAGS = ("-h", "--help", "help")
 
@@ -76,6 +91,16 @@ def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
     raise unknown("command", argv[0], COMMANDS)
 
 
+def check_renamed_flags(argv: Sequence[str], command: Callable[..., object]) -> None:
+    """Raise InputError if the arguments of a command contain the old name of one of its flags."""
+    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(command).parameters}
+    for argument in argv:
+        old = argument.partition("=")[0].replace("_", "-")
+        new = RENAMED_FLAGS.get(old)
+        if new in flags and old not in flags:
+            raise InputError(f"{old} was renamed: write {new}", code="renamed-flag")
+
+
 def dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP_FLAGS:
         print(usage())
@@ -94,7 +119,9 @@ def dispatch(argv: Sequence[str]) -> int:
 
     from qkflow.cli.help import annotate_for_tyro
 
-    command = annotate_for_tyro(getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function))
+    command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)
+    check_renamed_flags(rest, command)
+    command = annotate_for_tyro(command)
     outcome = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
     return outcome if isinstance(outcome, int) else 0
 

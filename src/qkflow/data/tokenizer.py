@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 
 from qkflow.data.bpe_cache import BPECache, can_split_at_spaces, split_at_spaces
 from qkflow.errors import InputError, unknown
+from qkflow.system import process_cpu_count
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -175,11 +175,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def to_str(self) -> str:
         return self.backend_tokenizer.to_str()
-
-
-def process_cpu_count() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tokenizer_from_str(serialized: str, eos_token_id: int, bos_token_id: int | None = None) -> Tokenizer:

@@ -36,7 +36,7 @@ from qkflow.studies.runner.engines import ENGINES, Engine
 from qkflow.studies.runner.execution import RunTracker, StudyInterrupted, execute_runs
 from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
 from qkflow.studies.variants import STANDARD, ComponentRegistry
-from qkflow.training.distributed import resolve_device
+from qkflow.system import resolve_device
 
 if TYPE_CHECKING:
     import pandas

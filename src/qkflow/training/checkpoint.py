@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -97,7 +96,7 @@ class CheckpointManager:
     def save(self, step: int, state_dict: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a checkpoint, then let go of the oldest. Raises DiskFullError with everything as it was."""
         final = self.folder / f"step-{step:08d}"
-        staging = final.with_name(f".{final.name}.part")
+        staging = files.staging_path(final)
         self._run_or_fail_together(lambda: self._create_staging_dir(staging, state_dict), all_ranks=False)
         try:
             self._run_or_fail_together(lambda: _write_state(staging, state_dict, self.dist_context))
@@ -128,14 +127,12 @@ class CheckpointManager:
     def _commit(self, staging: Path, final: Path, metadata: Mapping[str, Any]) -> None:
         content = {}
         for path in sorted(staging.iterdir()):
-            content[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path, fsync=True)}
+            content[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         sealed = {"format": CHECKPOINT_FORMAT, "fingerprint": self.fingerprint, **metadata, "files": content}
         files.write_json(staging / MANIFEST_FILE, {**sealed, "seal": _manifest_checksum(sealed)})
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        os.replace(staging, final)
-        files.fsync_folder(self.folder)
+        files.commit_folder(staging, final)
         for path in self._list_checkpoints()[: -self.keep_latest_k]:
-            remove_checkpoint(path)
+            files.remove_folder(path)
 
     def _list_checkpoints(self) -> list[Path]:
         """Checkpoints from the oldest to the newest."""
@@ -162,7 +159,7 @@ class CheckpointManager:
                     f"{free / 1e6:.0f} MB are free"
                 )
             self.on_message(f"the disk is nearly full: removing the older checkpoint {older[0].name}")
-            remove_checkpoint(older.pop(0))
+            files.remove_folder(older.pop(0))
 
 
 def verify_checkpoint(path: Path) -> Checkpoint:
@@ -199,18 +196,8 @@ def load_checkpoint(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) ->
     distributed_load(dict(_scalars_as_1d(state_dict)), storage_reader=reader, no_dist=alone)
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint so that no half of it is ever taken for a whole."""
-    hidden = path.with_name(f".{path.name}.part")
-    shutil.rmtree(hidden, ignore_errors=True)
-    os.replace(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def file_sha256(path: Path, *, fsync: bool = False) -> str:
+def file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
-        if fsync:
-            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -144,7 +144,7 @@ class RunConfig:
         try:
             return cls.from_dict(values)
         except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+            raise InputError(f"{path}: {error}", code=error.code) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads; what is left at its default is left out."""

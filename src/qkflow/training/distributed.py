@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.errors import InputError
+from qkflow.system import resolve_device
 from qkflow.training.config import ParallelMode
 
 
@@ -121,21 +122,3 @@ def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[Dis
         yield DistContext(found, parallel or "ddp", dist.get_rank(), world)
     finally:
         dist.destroy_process_group()
-
-
-def resolve_device(name: str) -> torch.device:
-    """`auto` takes what is fastest here; anything else must exist."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        return torch.device(next(kind for kind, there in available.items() if there))
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InputError(f"'{name}' is not a device: use auto, {', '.join(available)}") from None
-    if not available.get(device.type, False):
-        raise InputError(f"this machine has no device '{name}': use --device auto or cpu")
-    return device

@@ -30,7 +30,8 @@ from qkflow.measures.circuits import CircuitTracker, circuit_metrics
 from qkflow.measures.language import EvalResult, evaluate_loss
 from qkflow.models import Decoder
 from qkflow.models.cost import flops_per_token, parameters_by_role
-from qkflow.training import environment, pretrained
+from qkflow.system import collect_env, peak_memory
+from qkflow.training import pretrained
 from qkflow.training.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -381,12 +382,12 @@ class Trainer:
             "step_seconds": statistics.median(
                 self.step_durations or [self.train_seconds / max(1, self.step)]
             ),
-            "peak_memory_bytes": environment.peak_memory(self.dist_context.device),
+            "peak_memory_bytes": peak_memory(self.dist_context.device),
             "parameters": sum(self.parameters_by_role.values()),
             "parameters_by_role": self.parameters_by_role,
             "flops_per_token": self.flops_per_token,
             "data": {"name": self.data.name, "fingerprint": self.data.fingerprint},
-            "environment": environment.collect_env(self.dist_context.device)
+            "environment": collect_env(self.dist_context.device)
             | {"processes": self.dist_context.world_size},
         }
         if self.dist_context.is_main:

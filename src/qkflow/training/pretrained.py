@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,7 @@ def save_model(
     `length` is that of the texts the model was trained on, `special_tokens` are what a config of
     `transformers` calls so; both are handed on by `export`, where they are known.
     """
-    staging = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        staging.mkdir(parents=True)
+    with files.staging_folder(folder) as staging:
         write_tensors(staging / WEIGHTS_NAME, weights)
         files.write_atomic(staging / TOKENIZER_NAME, tokenizer.to_str())
         if isinstance(tokenizer, HuggingFaceTokenizer):
@@ -63,12 +59,6 @@ def save_model(
             "special_tokens": special_tokens,
         }
         files.write_json(staging / MODEL_CONFIG_NAME, {k: v for k, v in described.items() if v is not None})
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
-    except BaseException:  # a full disk most of all: what is half there only takes room
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    files.fsync_folder(folder.parent)
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[Decoder, Tokenizer]:

@@ -5,35 +5,19 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
-from qkflow.errors import InputError
-from qkflow.files import make_folder
+from qkflow.files import lock_folder
 from qkflow.training.distributed import DistContext
 
 
 @contextmanager
 def lock_run_dir(folder: Path, dist_context: DistContext) -> Iterator[None]:
-    """Hold the folder: two runs in one would write over each other. A kill lets go of it."""
-    if not dist_context.is_main:
+    """Lock the run folder in the main process; two runs in one folder would overwrite each other."""
+    with lock_folder(folder, ".worker.lock") if dist_context.is_main else nullcontext():
         yield
-        return
-    from filelock import FileLock, Timeout
-
-    make_folder(folder)
-    lock = FileLock(folder / ".worker.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise InputError(
-            f"another process is training in {folder}: wait for it, or give another folder"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 from typing import Any, Literal
 
 import torch
 from rich.table import Table
 
-from qkflow import __version__
 from qkflow.bench.memory import peak_memory_bytes
 from qkflow.bench.timing import TimeRatio, time_interleaved
 from qkflow.bench.variants import (
@@ -30,6 +28,7 @@ from qkflow.errors import InputError
 from qkflow.models import Decoder
 from qkflow.models.decoding import PackedWeights
 from qkflow.models.flops import count_flops
+from qkflow.system import collect_env, resolve_device
 
 
 def bench(
@@ -77,7 +76,7 @@ def bench(
         if threads < 1:
             raise InputError(f"--threads must be at least 1, not {threads}")
         torch.set_num_threads(threads)
-    where = pick_device(device)
+    where = resolve_device(device)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     shape = BenchShape(
         dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, seq_len=seq_len, batch_size=batch_size
@@ -96,17 +95,6 @@ def bench(
     for name in levels:
         out.print(results_table(name, [row for row in table if row["level"] == name]))
     out.print("environment: " + ", ".join(f"{key} {value}" for key, value in environment.items()))
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def measure_level(
@@ -193,14 +181,4 @@ def results_table(level: str, rows: list[dict[str, Any]]) -> Table:
 def describe_environment(
     device: torch.device, precision: str, shape: BenchShape, rounds: int
 ) -> dict[str, Any]:
-    return {
-        "qkflow": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "device": device.type,
-        "threads": torch.get_num_threads(),
-        "precision": precision,
-        "rounds": rounds,
-        **dataclasses.asdict(shape),
-    }
+    return {**collect_env(device), "precision": precision, "rounds": rounds, **dataclasses.asdict(shape)}

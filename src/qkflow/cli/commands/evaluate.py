@@ -75,7 +75,7 @@ def evaluate(
             raise InputError(f"--{name} must be at least {least}, not {value}")
     if split not in (None, *SPLITS, "all"):
         raise unknown("split", split, (*SPLITS, "all"))
-    from qkflow.training.distributed import resolve_device
+    from qkflow.system import resolve_device
     from qkflow.training.worker import configure_process
 
     configure_process(threads)

@@ -51,7 +51,7 @@ def generate(
     import torch
 
     from qkflow.models.generate import generate as continue_ids
-    from qkflow.training.distributed import resolve_device
+    from qkflow.system import resolve_device
     from qkflow.training.pretrained import load_model
     from qkflow.training.worker import configure_process
 

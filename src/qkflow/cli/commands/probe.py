@@ -52,7 +52,7 @@ def probe(
     import torch
 
     from qkflow.measures import attention, attention_maps
-    from qkflow.training.distributed import resolve_device
+    from qkflow.system import resolve_device
     from qkflow.training.pretrained import load_model
     from qkflow.training.worker import configure_process
 

@@ -27,7 +27,7 @@ from qkflow.studies.pace.optimizers import build_optimizer, optimizer_step
 from qkflow.studies.pace.recipes import Recipe
 from qkflow.studies.pace.squad_f1 import squad_f1
 from qkflow.studies.pace.task_model import TaskModel, build_task_model, pad_batch
-from qkflow.training import environment
+from qkflow.system import collect_env
 
 ATTRIBUTION_METHODS = ("attention", "rollout", "gradient", "random")
 N_QUICK_EVALS = 10  # at the test texts while training
@@ -54,7 +54,7 @@ def train_and_measure(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in reader.parameters()),
         "seconds": trained - began,
         "measure_seconds": time.perf_counter() - trained,
-        "environment": environment.collect_env(torch.device("cpu")),
+        "environment": collect_env(),
     }
     write_json(folder / "result.json", result)
     return result

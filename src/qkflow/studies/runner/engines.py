@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qkflow.errors import InputError
+from qkflow.system import process_cpu_count
 
 WORKER_ARGS = ("-m", "qkflow.training.worker")
 EXIT_BAD_INPUT = 2
@@ -36,13 +37,6 @@ class Engine(Protocol):
     def default_jobs(self) -> int: ...
     def start(self, folder: Path, slot: int) -> WorkerHandle: ...
     def close(self) -> None: ...
-
-
-def process_cpu_count() -> int:
-    """The cores this process may use, which in a container are fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cuda_device_count(device: str) -> int:

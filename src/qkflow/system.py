@@ -1,0 +1,107 @@
+"""The machine a process runs on: CPU cores, devices, memory, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import qkflow
+from qkflow.errors import InputError
+
+if TYPE_CHECKING:  # importing torch takes a second, and counting cores does not need it
+    import torch
+
+
+def process_cpu_count() -> int:
+    """Return the number of CPU cores this process may use; a container may allow fewer than exist."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device called `name`; `auto` is CUDA, else MPS, else the CPU.
+
+    Raise InputError if it is not a device, or not one of this machine.
+    """
+    import torch
+
+    counts = {
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+        "cpu": 1,
+    }
+    if name == "auto":
+        return torch.device(next(kind for kind, count in counts.items() if count))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(
+            f"'{name}' is not a device: use auto, {', '.join(counts)}", code="unknown-device"
+        ) from None
+    if (device.index or 0) >= counts.get(device.type, 0):
+        raise InputError(
+            f"device '{name}' is not available on this machine: use --device auto or cpu",
+            code="device-unavailable",
+        )
+    return device
+
+
+def collect_env(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the versions and hardware to store beside a measurement on `device` (default: the CPU)."""
+    import torch
+
+    device = device or torch.device("cpu")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "qkflow": qkflow.__version__,
+        "commit": git_commit(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "machine": _cpu_name(),
+    }
+
+
+def git_commit() -> str | None:
+    """Return the commit of the source tree, `-dirty` if it has changes; None for an installed package."""
+    folder = Path(qkflow.__file__).parent
+    try:
+        # An environment may be installed inside an unrelated repository: qkflow must be tracked by it.
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+        return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: allocated CUDA memory, or resident set size."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

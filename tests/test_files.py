@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+
+from input_errors import raises_code
+from qkflow import files
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "file"
+    files.write_atomic(path, "old")
+    with pytest.raises(RuntimeError), files.atomic_open(path) as file:  # noqa: PT012
+        file.write(b"half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_staging_folder_replaces_the_final_folder_as_a_whole(tmp_path: Path) -> None:
+    final = tmp_path / "new" / "folder"
+    for text in ("first", "second"):
+        with files.staging_folder(final) as staging:
+            (staging / "sub").mkdir()
+            (staging / "sub" / "file").write_text(text)
+            assert not final.exists() or (final / "sub" / "file").read_text() == "first"
+        assert (final / "sub" / "file").read_text() == text
+        assert list(final.parent.iterdir()) == [final]
+
+
+def test_failed_staging_folder_keeps_the_old_folder(tmp_path: Path) -> None:
+    final = tmp_path / "folder"
+    final.mkdir()
+    (final / "file").write_text("old")
+    files.staging_path(final).mkdir()  # left by a killed process
+    (files.staging_path(final) / "stale").touch()
+    with pytest.raises(RuntimeError), files.staging_folder(final) as staging:  # noqa: PT012
+        assert not list(staging.iterdir())
+        raise RuntimeError
+    assert (final / "file").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with raises_code("folder-not-writable"):
+        files.make_folder(tmp_path / "file" / "folder")
+
+
+def _hold(folder: Path, held: object, release: object) -> None:
+    with files.lock_folder(folder):
+        held.set()  # type: ignore[attr-defined]
+        release.wait(30)  # type: ignore[attr-defined]
+
+
+def test_lock_folder_excludes_another_process(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    held, release = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(tmp_path / "folder", held, release))
+    process.start()
+    try:
+        assert held.wait(30)
+        with raises_code("folder-locked"), files.lock_folder(tmp_path / "folder"):
+            pass
+        waited = threading.Event()
+
+        def on_wait() -> None:
+            waited.set()
+            release.set()
+
+        with files.lock_folder(tmp_path / "folder", on_wait=on_wait):
+            assert waited.is_set()
+    finally:
+        release.set()
+        process.join()
+    with files.lock_folder(tmp_path / "folder"):
+        pass
