@@ -40,6 +40,7 @@ class TaskDataset:
 
     examples: list[Example]
     issue_counts: Mapping[str, int] = field(default_factory=dict)
+    undivided: bool = False  # the source has no splits: these are all of its examples
 
     @property
     def labels(self) -> list[str]:
@@ -98,11 +99,14 @@ def find_file(source: Path, names: Sequence[str], description: str) -> Path:
     if source.is_file():
         return source
     if not source.exists():
-        raise InputError(f"no {description} at {source}: give a file, a folder that holds one, or hf:NAME")
+        raise InputError(
+            f"no {description} at {source}: give a file, a folder that holds one, or hf:NAME",
+            code="path-not-found",
+        )
     for name in names:
         if (source / name).is_file():
             return source / name
-    raise InputError(f"no {description} in {source}: looked for {', '.join(names)}")
+    raise InputError(f"no {description} in {source}: looked for {', '.join(names)}", code="split-not-found")
 
 
 def read_json(path: Path) -> Any:

@@ -34,6 +34,7 @@ _JSONL_FILES = {
     "validation": ("val.jsonl", "validation.jsonl", "dev.jsonl"),
     "test": ("test.jsonl",),
 }
+_DIVISIONS_FILE = "post_id_divisions.json"
 _DIVISION_KEYS = {"train": "train", "validation": "val", "test": "test"}
 
 
@@ -46,11 +47,13 @@ def load(source: str | Path, split: str = "train") -> TaskDataset:
     if split not in _JSONL_FILES:
         raise InputError(f"HateXplain has no '{split}' split: use {', '.join(_JSONL_FILES)}")
     notes: Counter[str] = Counter()
+    undivided = False
     if is_hub_source(source):
         rows = _hub_posts(hub_rows(str(source), "Hate-speech-CNERG/hatexplain", split))
         found = _examples_from_posts(rows, notes)
     else:
         path = find_file(Path(source), ("dataset.json", *_JSONL_FILES[split]), "HateXplain file")
+        undivided = path.suffix != ".jsonl" and not path.with_name(_DIVISIONS_FILE).is_file()
         found = (
             _examples_from_jsonl(path)
             if path.suffix == ".jsonl"
@@ -58,7 +61,7 @@ def load(source: str | Path, split: str = "train") -> TaskDataset:
         )
     examples = list(found)
     notes["posts without a rationale"] += sum(not any(each.rationales) for each in examples)
-    return TaskDataset(examples, notes)
+    return TaskDataset(examples, notes, undivided)
 
 
 Post = tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[int]]]  # id, tokens, labels, masks
@@ -66,7 +69,7 @@ Post = tuple[str, Sequence[str], Sequence[str], Sequence[Sequence[int]]]  # id, 
 
 def _file_posts(path: Path, split: str, issue_counts: Counter[str]) -> Iterator[Post]:
     posts = read_json(path)
-    divisions = path.with_name("post_id_divisions.json")
+    divisions = path.with_name(_DIVISIONS_FILE)
     wanted: Iterable[str] = posts
     if divisions.is_file():
         wanted = read_json(divisions)[_DIVISION_KEYS[split]]

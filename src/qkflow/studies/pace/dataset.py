@@ -184,11 +184,10 @@ def _load_splits(task: str, source: str, **options: Any) -> list[TaskDataset]:
             try:
                 found.append(tasks.load(task, source, split=split, **options))
             except InputError as error:
-                if not str(error).startswith("no "):  # only a missing file is no reason to give up
+                if error.code != "split-not-found":
                     raise
-        undivided = any("every post taken" in note for part in found for note in part.issue_counts)
         if found:
-            return found[:1] if undivided else found
+            return found[:1] if any(part.undivided for part in found) else found
     return [tasks.load(task, source, **options)]
 
 
