@@ -1,1 +1,1 @@
-"""The slow path: attention over pooled tokens, fed back to the token-rate path through a gate."""
+"""The slow path: attention over block means of tokens, added to the token-rate path through a gate."""

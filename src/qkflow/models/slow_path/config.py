@@ -1,4 +1,4 @@
-"""The options of a slow path, as plain data: `slow: {ratio: 8, layers: 2, …}` in a model's config."""
+"""Config of the slow path: the section `slow: {ratio: 8, n_layers: 2, …}` of a model config."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from qkflow.errors import InputError, unknown
 from qkflow.models.slow_path.gate import Gate
 from qkflow.models.slow_path.pooling import check_ratio
 
-OutputInit = Literal["drawn", "zero"]
+OutputInit = Literal["random", "zero"]
 
 
 @dataclass(frozen=True)
 class SlowPathConfig:
-    """A slow path beside the fast one (Gao, arXiv 2606.16730); what the paper leaves open is an option.
+    """Options of a slow path (Gao, arXiv 2606.16730), including those the paper leaves open.
 
-    ratio      P: tokens a block, so that the slow path takes one step in P
-    layers     slow transformer blocks
-    hidden     of the network φ; default the model's width
-    gate       `scalar`, `vector` or `tanh`
-    start      where the gate starts; at 0 the model starts as the fast path alone
-    inject     `once`: before the first fast layer; `each`: before every one, each with its own gate; or a
-               list of layers, numbered from 0
-    output     how φ's last matrix starts: `drawn` as every other, or `zero`, which needs a gate that is not
-    attention  what differs from the fast path's attention, e.g. `{coupling: euler}`; a window (counted in
-               blocks here) and dropout are the slow path's own, off unless given
+    ratio        P, the tokens per block
+    n_layers     number of slow transformer blocks
+    hidden_dim   hidden size of the feedback MLP φ; default: the model's `dim`
+    gate         `scalar`, `vector` or `tanh`
+    gate_init    initial g; at 0 the model equals the fast path at init
+    inject       `once`: add ũ before the first fast layer; `each`: before every fast layer, each with its own
+                 gate; or a list of layer indices, counted from 0
+    output_init  init of φ's last matrix: `random` like every other matrix, or `zero` (needs gate_init ≠ 0)
+    attention    overrides of the fast path's attention options, e.g. `{coupling: euler}`; `window` (counted
+                 in blocks) and `dropout` are not inherited: they are off unless set here
     """
 
     ratio: int = 8
@@ -34,7 +34,7 @@ class SlowPathConfig:
     gate: str = "scalar"
     gate_init: float = 0.0
     inject: str | list[int] = "once"
-    output_init: OutputInit = "drawn"
+    output_init: OutputInit = "random"
     attention: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,30 +43,30 @@ class SlowPathConfig:
         for name in ("n_layers", "hidden_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(f"model.slow.{name} must be at least 1, not {value}")
+                raise InputError(
+                    f"model.slow.{name} must be at least 1, not {value}", code="option-not-positive"
+                )
         if self.output_init not in get_args(OutputInit):
-            raise unknown("model.slow.output", self.output_init, get_args(OutputInit))
+            raise unknown("model.slow.output_init", self.output_init, get_args(OutputInit))
         if self.output_init == "zero" and self.gate_init == 0:
             raise InputError(
-                "a slow path whose gate and output both start at zero can never learn: the gate's gradient "
-                "is the output and the output's gradient is the gate, so neither ever moves; set "
-                "model.slow.start to another value, e.g. 0.1, or model.slow.output to 'drawn'"
+                "the slow path would never train: with gate_init 0 and output_init 'zero' the gradients of "
+                "both are zero; set model.slow.gate_init to a nonzero value such as 0.1, or "
+                "model.slow.output_init to 'random'",
+                code="slow-path-cannot-train",
             )
 
     def injection_layers(self, n_layers: int) -> list[int]:
-        """The fast layers, of `layers`, before which the slow path speaks."""
+        """Return the sorted indices of the fast layers, out of `n_layers`, that get a gate."""
         if isinstance(self.inject, str):
             if self.inject not in ("once", "each"):
                 raise unknown("model.slow.inject", self.inject, ("once", "each"))
             return [0] if self.inject == "once" else list(range(n_layers))
-        chosen = list(self.inject)
-        if len(chosen) > n_layers:
+        layers = list(self.inject)
+        in_range = all(0 <= layer < n_layers for layer in layers)
+        if not layers or not in_range or len(set(layers)) < len(layers):
             raise InputError(
-                f"model.slow.inject asks for {len(chosen)} gates, but there are {n_layers} fast layers"
+                f"model.slow.inject must list fast layers from 0 to {n_layers - 1}, each once, not {layers}",
+                code="invalid-inject-layers",
             )
-        outside = [layer for layer in chosen if not 0 <= layer < n_layers]
-        if outside or not chosen or len(set(chosen)) < len(chosen):
-            raise InputError(
-                f"model.slow.inject must name fast layers from 0 to {n_layers - 1}, each once, not {chosen}"
-            )
-        return sorted(chosen)
+        return sorted(layers)

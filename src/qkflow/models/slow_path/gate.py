@@ -1,4 +1,4 @@
-"""The gate through which the slow path speaks to the fast one."""
+"""The learned gate g that scales the slow path's output before it is added to the residual stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from qkflow.errors import InputError, unknown
 
 
 class Gate(nn.Module):
-    """x ← x + g ⊙ ũ: adds what the slow path says, times a learnt g that begins at `start`.
+    """x ← x + g ⊙ ũ for x, ũ (B, T, C), with a learned g initialized to `init_value`.
 
     scalar  one g for all channels
-    vector  one g a channel
-    tanh    one g = tanh(a), which cannot leave (−1, 1) (Alayrac et al. 2022, arXiv 2204.14198)
+    vector  one g per channel
+    tanh    one g = tanh(a), bounded by (−1, 1) (Alayrac et al. 2022, arXiv 2204.14198)
 
-    At g = 0 the model starts as the fast path alone, and the slow weights get no gradient on the first step.
+    With `init_value` 0 the model equals the fast path at init, and the slow weights have zero gradient on the
+    first step.
     """
 
     roles: ClassVar[dict[str, str]] = {"weight": "gate"}
@@ -40,7 +41,9 @@ class Gate(nn.Module):
             raise unknown("gate", kind, cls.KINDS)
         if not math.isfinite(init_value) or (kind == "tanh" and abs(init_value) >= 1):
             limits = "inside (-1, 1)" if kind == "tanh" else "a finite number"
-            raise InputError(f"a {kind} gate must start {limits}, not at {init_value:g}")
+            raise InputError(
+                f"gate_init of a {kind} gate must be {limits}, not {init_value:g}", code="invalid-gate-init"
+            )
 
     def reset_parameters(self) -> None:
         nn.init.constant_(
@@ -52,11 +55,11 @@ class Gate(nn.Module):
 
     @property
     def value(self) -> Tensor:
-        """g, of shape (1,) or (width,)."""
+        """g of shape (1,), or (C,) for a vector gate."""
         return self.weight.tanh() if self.kind == "tanh" else self.weight
 
     def forward(self, x: Tensor, u: Tensor) -> Tensor:
         return x + self.value * u
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, start={self.init_value:g}"
+        return f"{self.kind}, init_value={self.init_value:g}"

@@ -1,11 +1,11 @@
-"""The slow path: attention over block means, heard by the tokens that come after each block.
+"""The slow path: transformer blocks over block means, added to the residual stream of later tokens.
 
-    y = slow blocks(block means of x)      one step for every P tokens
-    u = φ(y)                               φ: norm, two matrices with SiLU between
-    x ← x + g ⊙ ũ                          ũ_t: u of the last completed block, zeros before the first
+    y = slow blocks(block means of x)     (B, K, C), one position per P tokens, K = ⌈T/P⌉
+    u = φ(y) = W_down·silu(W_up·norm(y))  (B, K, C)
+    x ← x + g ⊙ ũ                         (B, T, C), ũ_t = u of the last completed block, or 0
 
-Blocks attend to blocks before them and to themselves; a block is read only once its last token is there.
-So no token hears of the future, whatever the gate. Our reading of Gao, arXiv 2606.16730: docs/timescale.md.
+Attention over blocks is causal, and token t reads only blocks that end at or before t. The model is therefore
+causal for every g. Our reading of Gao, arXiv 2606.16730: docs/timescale.md.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from qkflow.errors import InputError
 from qkflow.models.slow_path.cache import SlowPathCache
 from qkflow.models.slow_path.config import SlowPathConfig
 from qkflow.models.slow_path.gate import Gate
-from qkflow.models.slow_path.pooling import build_block_pooling as blocks_of
-from qkflow.models.slow_path.pooling import check_ratio
+from qkflow.models.slow_path.pooling import build_block_pooling, check_ratio
 
 
 class FeedbackMLP(nn.Module):
-    """φ_θ: from the slow state to what is said to the fast path."""
+    """φ(y) = W_down·silu(W_up·norm(y)): (B, K, C) → (B, K, C)."""
 
     def __init__(
         self, dim: int, hidden_dim: int, norm_eps: float, zero_output: bool, **factory_kwargs: Any
@@ -50,9 +49,12 @@ class FeedbackMLP(nn.Module):
 
 
 class SlowPath(nn.Module):
-    """`blocks` are transformer blocks as the fast path's; `fast_layers` is how many of those there are."""
+    """Block pooling, slow transformer blocks, φ, and one gate per injection layer.
 
-    # over the roles that blocks give their own parts: the slow path learns, freezes and counts as one
+    `blocks` are transformer blocks of the fast path's type; `n_fast_layers` is the number of fast layers.
+    """
+
+    # overrides the roles declared inside: all of the slow path is one role for learning rates and freezing
     claims: ClassVar[dict[str, str]] = {"blocks": "slow", "phi": "slow"}
 
     def __init__(
@@ -85,37 +87,38 @@ class SlowPath(nn.Module):
         document_ids: Tensor | None = None,
         cache: SlowPathCache | None = None,
     ) -> Tensor:
-        """ũ: what each token (B, T, width) hears; `inject` puts it into the fast path."""
+        """Return ũ (B, T, C) for the residual stream x (B, T, C); `inject` adds it before a fast layer."""
         if cache is not None:
             return self._forward_cached(x, attention_mask, document_ids, cache)
         if self.training:
             check_ratio(self.ratio, x.shape[1])
-        if attention_mask is not None:  # blocks keep to real tokens as they keep to a document
-            real = attention_mask.long()
-            document_ids = real if document_ids is None else 2 * document_ids + real
-        layout = blocks_of(x.shape[1], self.ratio, document_ids)
-        return layout.upsample(self._run_blocks(layout.pool(x), layout.document_ids))
+        if attention_mask is not None:  # padding is a document of its own, so no block mixes it with tokens
+            is_token = attention_mask.long()
+            document_ids = is_token if document_ids is None else 2 * document_ids + is_token
+        pooling = build_block_pooling(x.shape[1], self.ratio, document_ids)
+        return pooling.upsample(self._run_blocks(pooling.pool(x), pooling.document_ids))
 
     def inject(self, x: Tensor, slow_output: Tensor, layer: int) -> Tensor:
-        """The input of a fast layer, with what the slow path says where there is a gate."""
-        gate = str(layer)
-        return self.gates[gate](x, slow_output) if gate in self.gates else x
+        """Return x + g ⊙ slow_output if fast layer `layer` has a gate, else x."""
+        name = str(layer)
+        return self.gates[name](x, slow_output) if name in self.gates else x
 
     def new_cache(self, batch: int, capacity: int) -> SlowPathCache:
-        """An empty cache for `capacity` tokens, on the path's device and in its precision."""
+        """Build an empty cache for `capacity` tokens, on the device and in the dtype of the parameters."""
         weight = self.phi.down.weight
-        layers = [block.attention.new_cache(batch, capacity // self.ratio) for block in self.blocks]  # type: ignore[operator, union-attr]
-        where = {"device": weight.device, "dtype": weight.dtype}
-        return SlowPathCache(self.ratio, layers, batch, capacity, weight.shape[0], **where)
+        kv_caches = [block.attention.new_cache(batch, capacity // self.ratio) for block in self.blocks]  # type: ignore[operator, union-attr]
+        factory_kwargs = {"device": weight.device, "dtype": weight.dtype}
+        return SlowPathCache(self.ratio, kv_caches, batch, capacity, weight.shape[0], **factory_kwargs)
 
     def _forward_cached(
         self, x: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None, cache: SlowPathCache
     ) -> Tensor:
-        """The same for the tokens after those in the cache; runs the blocks only when some are complete."""
+        """Forward of the tokens after those in the cache; runs the slow blocks once per completed block."""
         if document_ids is not None or (attention_mask is not None and not bool(attention_mask.all())):
             raise InputError(
-                "with a slow path, incremental decoding takes rows of equal length: padded or packed rows "
-                "complete their blocks at different times; decode them apart"
+                "incremental decoding with a slow path needs rows of equal length without padding or packed "
+                "documents, because their blocks end at different steps; decode such rows one at a time",
+                code="slow-path-ragged-batch",
             )
         means = cache.append_inputs(x)
         if means.shape[1]:
@@ -125,7 +128,7 @@ class SlowPath(nn.Module):
     def _run_blocks(
         self, y: Tensor, document_ids: Tensor | None, cache: SlowPathCache | None = None
     ) -> Tensor:
-        """u = φ(slow blocks(y)) for block means (B, K, width)."""
+        """Return u = φ(slow blocks(y)) (B, K, C) for block means y (B, K, C)."""
         first: Attention = self.blocks[0].attention  # type: ignore[assignment]
         past = cache.kv_caches[0].length if cache is not None else 0
         rotation = first.make_rotation(y, None, document_ids, past)

@@ -1,18 +1,25 @@
-"""Decoding a few tokens at a time with a slow path: equal to the full pass, at one slow step for P tokens."""
+"""Incremental decoding with a slow path equals the full forward and runs one slow step per P tokens."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from input_errors import raises_code
+from torch import Tensor
 
 from qkflow.attention import couplings, merge, scorings
-from qkflow.errors import InputError
+from qkflow.attention.kv_cache import KVCache
 from qkflow.models import Decoder, ModelConfig
+from qkflow.models.slow_path.cache import SlowPathCache
 
-BASE = {"vocab_size": 24, "n_layers": 2, "dim": 16, "n_heads": 2, "init": "fan_in"}
+BASE: dict[str, Any] = {"vocab_size": 24, "n_layers": 2, "dim": 16, "n_heads": 2, "init": "fan_in"}
 
 
-def decoder(P=4, dtype=torch.float64, **attention):
+def decoder(P: int = 4, dtype: torch.dtype = torch.float64, **attention: Any) -> Decoder:
     config = {
         **BASE,
         "attention": attention,
@@ -24,12 +31,14 @@ def decoder(P=4, dtype=torch.float64, **attention):
 MODELS = {P: decoder(P) for P in (2, 3, 4, 8)}
 
 
-def tokens(*shape, seed=0):
+def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(BASE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
-def decode(model, ids, sizes, caches=None):
+def decode(
+    model: Decoder, ids: Tensor, sizes: list[int], caches: list[KVCache | SlowPathCache] | None = None
+) -> Tensor:
     caches = caches or model.new_caches(len(ids), sum(sizes))
     return torch.cat([model(chunk, caches=caches) for chunk in ids.split(sizes, 1)], 1)
 
@@ -38,7 +47,7 @@ def decode(model, ids, sizes, caches=None):
     st.sampled_from(sorted(MODELS)), st.lists(st.integers(1, 11), min_size=1, max_size=10), st.integers(0, 99)
 )
 @settings(max_examples=60, deadline=None)
-def test_chunks_of_any_size_equal_the_full_pass(P, sizes, seed):
+def test_chunked_decoding_matches_full_forward(P: int, sizes: list[int], seed: int) -> None:
     ids = tokens(2, sum(sizes), seed=seed)
     torch.testing.assert_close(decode(MODELS[P], ids, sizes), MODELS[P](ids))
 
@@ -48,7 +57,7 @@ def test_chunks_of_any_size_equal_the_full_pass(P, sizes, seed):
     [{"coupling": name} for name in couplings.names()] + [{"scoring": name} for name in scorings.names()],
     ids=lambda attention: next(iter(attention.values())),
 )
-def test_every_coupling_and_scoring_decodes(attention):
+def test_decoding_with_every_coupling_and_scoring(attention: dict[str, str]) -> None:
     model, ids = decoder(3, **attention), tokens(2, 14)
     full = model(ids)
     torch.testing.assert_close(decode(model, ids, [5] + [1] * 9), full)
@@ -56,9 +65,10 @@ def test_every_coupling_and_scoring_decodes(attention):
         torch.testing.assert_close(decode(merge(model), ids, [5] + [1] * 9), full)
 
 
-def test_the_slow_path_runs_once_for_every_block():
+def test_slow_blocks_run_once_per_completed_block() -> None:
     model, ids = MODELS[4], tokens(1, 31)
-    calls = []
+    calls: list[int] = []
+    assert model.slow is not None
     hook = model.slow.blocks[0].register_forward_hook(
         lambda block, inputs, out: calls.append(inputs[0].shape[1])
     )
@@ -72,7 +82,7 @@ def test_the_slow_path_runs_once_for_every_block():
 
 @given(st.integers(0, 21), st.sampled_from(sorted(MODELS)))
 @settings(max_examples=40, deadline=None)
-def test_a_rewound_cache_goes_on_as_if_nothing_had_followed(length, P):
+def test_crop_then_decode_matches_full_forward(length: int, P: int) -> None:
     model, ids, other = MODELS[P], tokens(2, 21), tokens(2, 21, seed=1)
     caches = model.new_caches(2, 21)
     decode(model, torch.cat([ids[:, :length], other[:, length:]], 1), [21], caches)
@@ -83,41 +93,41 @@ def test_a_rewound_cache_goes_on_as_if_nothing_had_followed(length, P):
         torch.testing.assert_close(rest, model(ids)[:, length:])
 
 
-def test_rows_can_be_reordered_in_the_middle_of_a_block():
-    model, ids, rows = MODELS[4], tokens(3, 22), torch.tensor([2, 0, 0])
+def test_reorder_in_the_middle_of_a_block() -> None:
+    model, ids, beam_idx = MODELS[4], tokens(3, 22), torch.tensor([2, 0, 0])
     caches = model.new_caches(3, 22)
     decode(model, ids[:, :10], [10], caches)
     for cache in caches:
-        cache.reorder(rows)
+        cache.reorder(beam_idx)
     rest = decode(model, ids[:, 10:], [1] * 12, caches)
-    mixed = torch.cat([ids[rows, :10], ids[:, 10:]], 1)
+    mixed = torch.cat([ids[beam_idx, :10], ids[:, 10:]], 1)
     torch.testing.assert_close(rest, model(mixed)[:, 10:])
 
 
-def test_low_precision_and_inference_mode():
+def test_bf16_decoding_in_inference_mode() -> None:
     model, ids = decoder(4, torch.bfloat16), tokens(2, 15)
     with torch.inference_mode():
         torch.testing.assert_close(decode(model, ids, [1] * 15), model(ids), rtol=0.05, atol=0.05)
 
 
-def test_a_cache_shorter_than_a_block_works_until_it_is_full():
+def test_cache_shorter_than_a_block() -> None:
     model, ids = MODELS[8], tokens(1, 6)
     caches = model.new_caches(1, 5)
     torch.testing.assert_close(decode(model, ids[:, :5], [2, 3], caches), model(ids[:, :5]))
-    with pytest.raises(InputError, match="room for 5 tokens, 5 are in it and 1 more"):
+    with raises_code("cache-full"):
         model(ids[:, 5:], caches=caches)
 
 
-def test_bad_use_of_the_cache_is_refused():
+def test_invalid_cache_use_raises() -> None:
     model, ids = MODELS[4], tokens(2, 6)
     caches = model.new_caches(2, 6)
-    with pytest.raises(InputError, match="a batch of 2, not 1"):
+    with raises_code("cache-batch-mismatch"):
         model(ids[:1], caches=caches)
-    real = torch.ones_like(ids)
-    torch.testing.assert_close(model(ids, attention_mask=real, caches=model.new_caches(2, 6)), model(ids))
-    real[0, 0] = 0
-    for packing in ({"padding": real}, {"documents": real}):
-        with pytest.raises(InputError, match="rows of equal length"):
-            model(ids, caches=model.new_caches(2, 6), **packing)
-    with pytest.raises(InputError, match="cannot rewind a cache of 0 tokens to 3"):
+    mask = torch.ones_like(ids)
+    torch.testing.assert_close(model(ids, attention_mask=mask, caches=model.new_caches(2, 6)), model(ids))
+    mask[0, 0] = 0
+    for ragged in ({"attention_mask": mask}, {"document_ids": mask}):
+        with raises_code("slow-path-ragged-batch"):
+            model(ids, caches=model.new_caches(2, 6), **ragged)
+    with raises_code("invalid-crop-length"):
         model.new_caches(2, 6)[-1].crop(3)
