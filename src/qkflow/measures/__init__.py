@@ -1,1 +1,1 @@
-"""What can be measured on a model: how well it predicts text, where its attention goes, how faithfully."""
+"""Measures of a model: language modeling loss, attention weights, faithfulness, circuits, the slow path."""

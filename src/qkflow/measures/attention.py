@@ -1,19 +1,18 @@
-"""Where attention goes: measures of its weights per layer and head.
+"""Measures of attention weights per layer and head.
 
-The weights are recomputed from each layer's captured input through the layer's own `reference`, so that the
-model itself runs through the fused kernel, which never forms them.
+The weights are recomputed from the captured input of each layer through `Attention.reference`, because the
+fused kernel of the forward pass never materializes them.
 
-With A the weights of a head, T × T, and σ their singular values, averaged over windows:
+With A (T, T) the weights of a head and σ its singular values, averaged over windows:
 
-entropy         mean over queries of −Σ A_ts·log A_ts, in nats: 0 looks at one token, log T at all alike
-sink mass       mean weight that queries after the first give to the first token
-spectral gap    1 − σ₂/σ₁: 1 when all queries look at the same. Singular values, because causal weights are a
-                triangular matrix, whose eigenvalues are its diagonal and say nothing of mixing
+entropy         mean over queries of −Σ_s A_ts·log A_ts in nats: 0 if one key has all weight, log T if uniform
+sink mass       mean weight on the first token, over all later queries
+spectral gap    1 − σ₂/σ₁; 1 if all rows are equal. Not eigenvalues: those of a causal A are its diagonal
 effective rank  exp of the entropy of σ/Σσ (Roy & Vetterli 2007)
 max logit       the largest score before the softmax
 
-Differential weights may be negative; for entropy and sink mass they are taken as absolute values, rows scaled
-to sum to 1.
+Differential weights may be negative: entropy and sink mass use their absolute values, with rows normalized.
+A coupling's `diagnostics()`, such as the step size of `euler`, are reported beside the measures.
 """
 
 from __future__ import annotations
@@ -35,50 +34,54 @@ MEASURES = ("entropy", "sink_mass", "spectral_gap", "effective_rank", "max_logit
 
 @dataclass
 class LayerProbe:
-    """Measures of one layer, each a value per head; `step_size` per head too, where the coupling has one."""
+    """Measures of one layer, a value per head each; max_logit and diagnostics a value per query head."""
 
     entropy: list[float]
     sink_mass: list[float]
     spectral_gap: list[float]
     effective_rank: list[float]
     max_logit: list[float]
-    step_size: list[float] | None = None
-    weights: Tensor | None = field(default=None, repr=False)  # (heads, T, T) of the first window
+    diagnostics: dict[str, list[float]] = field(default_factory=dict)
+    weights: Tensor | None = field(default=None, repr=False)  # (H, T, T) of the first window
 
-    def to_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in MEASURES}
-        return found | ({} if self.step_size is None else {"step_size": self.step_size})
+    def to_dict(self) -> dict[str, list[float]]:
+        """Return measures and diagnostics by name; a diagnostic cannot replace a measure."""
+        measures = {name: getattr(self, name) for name in MEASURES}
+        return measures | self.diagnostics | measures
+
+    def head_value(self, name: str, head: int) -> float:
+        """Return a measure or diagnostic of one head; the maximum where the head has several query heads."""
+        values = self.to_dict()[name]
+        n_queries = len(values) // len(self.entropy)
+        return max(values[head * n_queries : (head + 1) * n_queries])
 
 
 @torch.no_grad()
 def probe_attention(model: Decoder, ids: Tensor, *, keep_weights: bool = False) -> list[LayerProbe]:
-    """Measure every layer of a model on windows of token ids (B, T)."""
+    """Measure every layer of the token-rate path on windows of token ids (B, T)."""
     training = model.training
     model.eval()
     try:
-        with capture_attention_inputs(
-            model.blocks
-        ) as inputs:  # a slow path's layers have tokens of another kind
-            model.forward(ids)  # not model(…): what is compiled calls no hooks
+        with capture_attention_inputs(model.blocks) as inputs:
+            model.forward(ids)  # not model(ids): a compiled __call__ skips the hooks
         return [_probe_layer(layer, x, keep_weights) for layer, x in inputs.items()]
     finally:
         model.train(training)
 
 
 def summarize_probe(layers: list[LayerProbe]) -> dict[str, list[float]]:
-    """The mean over heads of every measure, a value per layer; of max logit, the largest."""
-    rows: dict[str, list[float]] = {
-        f"attention_{name}" if name == "entropy" else name: [_mean(getattr(layer, name)) for layer in layers]
-        for name in MEASURES
-    }
-    rows["max_logit"] = [max(layer.max_logit) for layer in layers]
-    steps = [layer.step_size for layer in layers if layer.step_size is not None]
-    return rows | ({"step_size": [_mean(step) for step in steps]} if steps else {})
+    """Return a value per layer for every measure and diagnostic: the mean over heads, max_logit the max."""
+    rows: dict[str, list[float]] = {}
+    for layer in layers:
+        for name, values in layer.to_dict().items():
+            key = "attention_entropy" if name == "entropy" else name
+            rows.setdefault(key, []).append(max(values) if name == "max_logit" else _mean(values))
+    return rows
 
 
 @contextmanager
 def capture_attention_inputs(model: nn.Module) -> Iterator[dict[Attention, Tensor]]:
-    """The input of every attention layer, filled in as the model runs."""
+    """Capture the input (B, T, C) of every `Attention` in `model`, in the order of the forward pass."""
     inputs: dict[Attention, Tensor] = {}
 
     def capture(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -104,19 +107,20 @@ def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
     gap = 1 - sigma[..., 1] / sigma[..., 0] if sigma.shape[-1] > 1 else torch.ones_like(entropy)
     rank = torch.special.entr(sigma / sigma.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
     step = next((m for m in layer.coupling.modules() if isinstance(m, StepSize)), None)
+    diagnostics = {} if step is None else {"step_size": step.per_head()}
     return LayerProbe(
         entropy=entropy.mean(dim=0).tolist(),
         sink_mass=sink.mean(dim=0).tolist(),
         spectral_gap=gap.mean(dim=0).tolist(),
         effective_rank=rank.mean(dim=0).tolist(),
         max_logit=_max_logits(layer, x),
-        step_size=None if step is None else step.per_head().tolist(),
+        diagnostics={name: value.tolist() for name, value in diagnostics.items()},
         weights=weights[0].cpu() if keep_weights else None,
     )
 
 
 def _max_logits(layer: Attention, x: Tensor) -> list[float]:
-    """The largest score of each query head (differential scoring has two for every head it writes)."""
+    """Return the largest visible score of each query head; differential scoring has two per output head."""
     q, k, _ = layer.project_qkv(x, None, None, None, None, None, use_reference=True)
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * layer.scale

@@ -1,9 +1,8 @@
-"""Attention maps as a picture: a page to look at closely, or a plain image, in one file."""
+"""Attention maps of a probe as one self-contained file: an interactive HTML page or a PNG."""
 
 from __future__ import annotations
 
 import base64
-import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -14,23 +13,26 @@ import numpy as np
 
 from qkflow import files
 from qkflow.errors import InputError
-from qkflow.measures.attention import MEASURES, LayerProbe
+from qkflow.html import json_for_script
+from qkflow.measures.attention import LayerProbe
 
 MapWriter = Callable[[Path, list[LayerProbe], list[str]], None]
-END_LABEL = "[end]"  # the label of an end-of-document token
-GAP_PIXELS = 4  # pixels between the maps of an image
+END_LABEL = "[end]"  # of an end-of-document token
+GAP_PIXELS = 4  # between the maps of a PNG
 
 
 def get_map_writer(path: Path) -> MapWriter:
-    """How a file of this name is drawn."""
-    kinds: dict[str, MapWriter] = {".html": write_html, ".png": write_png}
-    if path.suffix.lower() not in kinds:
-        raise InputError(f"maps are drawn as .html or .png, not as '{path.name}'")
-    return kinds[path.suffix.lower()]
+    """Return the writer for the suffix of `path`."""
+    writers: dict[str, MapWriter] = {".html": write_html, ".png": write_png}
+    if path.suffix.lower() not in writers:
+        raise InputError(
+            f"attention maps are written as .html or .png, not '{path.name}'", code="unknown-map-format"
+        )
+    return writers[path.suffix.lower()]
 
 
 def write_png(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
-    """A grid of maps, a row a layer and a column a head, by the roots of the weights."""
+    """Write a grid of maps: one row per layer, one column per head."""
     maps = [_to_uint8(layer) for layer in layers]
     side = maps[0].shape[-1]
     zoom = max(1, 192 // side)
@@ -47,51 +49,49 @@ def write_png(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """An image (height, width, 3) of bytes as a PNG file."""
+    """Encode a uint8 image (height, width, 3) as PNG."""
     height, width, _ = image.shape
-    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each line begins with its filter: none
+    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a line is its filter type, 0
     lines[:, 1:] = image.reshape(height, -1)
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        checked = kind + content
-        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def write_html(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
-    """A page with every head's map and measures; a click enlarges one and names what lies under the mouse."""
+    """Write a page with the map and measures of every head; a click enlarges a map."""
     cells = [
         {
-            "name": f"layer {number}, head {head}",
+            "name": f"layer {layer_idx}, head {head}",
             "levels": base64.b64encode(levels.tobytes()).decode(),
-            "top": float(_max_weights(layer)[head]),
-            "about": ", ".join(
-                f"{name.replace('_', ' ')} {_head_value(layer, name, head):.2f}" for name in MEASURES
+            "max": float(_max_weights(layer)[head]),
+            "measures": ", ".join(
+                f"{name.replace('_', ' ')} {layer.head_value(name, head):.2f}" for name in layer.to_dict()
             ),
         }
-        for number, layer in enumerate(layers)
+        for layer_idx, layer in enumerate(layers)
         for head, levels in enumerate(_to_uint8(layer))
     ]
     data = {
         "labels": labels,
-        "heads": len(_to_uint8(layers[0])),
+        "n_heads": len(_to_uint8(layers[0])),
         "cells": cells,
-        "colours": _colormap().tolist(),
+        "colormap": _colormap().tolist(),
     }
-    # "</" would end the script, whatever the text under study says
-    content = json.dumps(data, ensure_ascii=False).replace("</", "<\\/")
     title = escape("Attention: " + "".join(label for label in labels if label != END_LABEL)[:80])
     page = Path(__file__).with_name("maps.html").read_text("utf-8")
-    files.write_atomic(path, page.replace("{{title}}", title).replace("{{data}}", content))
+    files.write_atomic(path, page.replace("{{title}}", title).replace("{{data}}", json_for_script(data)))
 
 
 def _to_uint8(layer: LayerProbe) -> np.ndarray:
-    """Roots of the weights' sizes (heads, T, T) as bytes, 255 the largest of a head.
+    """Return √|A| (H, T, T) as uint8, scaled per head to a maximum of 255.
 
-    Roots, because the first rows have few keys to share the weight among, and would outshine all others.
+    The square root, because the first rows have few keys and therefore much larger weights than the others.
     """
     assert layer.weights is not None
     weights = layer.weights.abs().numpy()
@@ -102,22 +102,14 @@ def _to_uint8(layer: LayerProbe) -> np.ndarray:
 
 def _max_weights(layer: LayerProbe) -> np.ndarray:
     assert layer.weights is not None
-    top: np.ndarray = layer.weights.abs().amax(dim=(1, 2)).numpy()
-    return top
-
-
-def _head_value(layer: LayerProbe, name: str, head: int) -> float:
-    values: list[float] = getattr(layer, name)
-    assert layer.weights is not None
-    each = len(values) // len(layer.weights)
-    return max(values[head * each : (head + 1) * each])
+    largest: np.ndarray = layer.weights.abs().amax(dim=(1, 2)).numpy()
+    return largest
 
 
 def _colormap() -> np.ndarray:
-    """256 colours from white over blue to nearly black, ever darker."""
+    """Return 256 RGB colors (256, 3) from white through blue to near black, with decreasing lightness."""
     stops = np.array([[255, 255, 255], [158, 202, 225], [33, 113, 181], [8, 29, 70]], float)
-    places = np.array([0, 0.25, 0.6, 1.0])
+    positions = np.array([0, 0.25, 0.6, 1.0])
     levels = np.linspace(0, 1, 256)
-    return (
-        np.stack([np.interp(levels, places, stops[:, c]) for c in range(3)], axis=1).round().astype(np.uint8)
-    )
+    channels = [np.interp(levels, positions, stops[:, channel]) for channel in range(3)]
+    return np.stack(channels, axis=1).round().astype(np.uint8)

@@ -1,7 +1,7 @@
-"""Which tokens a classifier's decision rests on, according to its attention, its gradients, or chance.
+"""Token attribution of a classifier: attention, attention rollout, integrated gradients, or random scores.
 
-A ranking scores every token of a padded batch, (B, T). Attention is (B, H, T, T) per layer, rows being
-queries; `read` is the position (B,) whose output the class is read from.
+Every method returns scores (B, T) of a padded batch. Attention weights are (B, H, T, T) per layer, with
+queries as rows. `readout_positions` (B,) are the positions whose output the class is computed from.
 """
 
 from __future__ import annotations
@@ -17,79 +17,78 @@ from qkflow.errors import InputError
 
 
 class Classifier(Protocol):
-    """All that the measures ask of a model. `mask` is True at real tokens; padding stands at the end."""
+    """Interface of a model to explain. `attention_mask` is True at tokens; padding is on the right."""
 
     def probabilities(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, classes) for a padded batch (B, T)."""
+        """Return class probabilities (B, n_classes) of a padded batch (B, T)."""
 
     def probabilities_and_attentions(
         self, ids: Tensor, attention_mask: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The same, and the attention weights of each layer, (B, H, T, T).
+        """Return `probabilities` and the attention weights (B, H, T, T) of each layer.
 
-        The last layer may give the row of the read position alone, (B, H, 1, T): no ranking needs another.
+        The last layer may return only the row of the readout position, (B, H, 1, T).
         """
 
     def readout_positions(self, attention_mask: Tensor) -> Tensor:
-        """The position (B,) whose output the class is read from."""
+        """Return the position (B,) whose output the class is computed from."""
 
 
 class EmbeddingClassifier(Classifier, Protocol):
-    """What the gradient ranking asks for besides."""
+    """Interface for integrated gradients."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token embeddings (B, T, D)."""
+        """Return token embeddings (B, T, C)."""
 
     def probabilities_from_embeddings(self, inputs_embeds: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B, classes) from token embeddings."""
+        """Return class probabilities (B, n_classes) from token embeddings (B, T, C)."""
 
 
 def mean_attention(attentions: Sequence[Tensor], readout_positions: Tensor) -> Tensor:
-    """Attention of the read position, averaged over heads and layers."""
+    """Return the attention row of the readout position, averaged over heads and layers."""
     return torch.stack([_select_query_row(layer.mean(1), readout_positions) for layer in attentions]).mean(0)
 
 
 def max_attention(attentions: Sequence[Tensor], readout_positions: Tensor) -> Tensor:
-    """Attention of the read position, averaged over heads, the largest of all layers."""
+    """Return the attention row of the readout position: mean over heads, maximum over layers."""
     return torch.stack([_select_query_row(layer.mean(1), readout_positions) for layer in attentions]).amax(0)
 
 
 def attention_rollout(
     attentions: Sequence[Tensor], readout_positions: Tensor, residual: float = 0.5
 ) -> Tensor:
-    """Attention rollout (Abnar & Zuidema 2020) of the read position.
+    """Return attention rollout (Abnar & Zuidema 2020) of the readout position.
 
-    Each layer passes residual·I + (1 − residual)·A on, A averaged over heads; the product over layers is
-    followed for one row only, from the last layer down.
+    Rollout is the product over layers of residual·I + (1 − residual)·A, A averaged over heads. Only the
+    readout row is computed, from the last layer to the first.
     """
-    flow = torch.nn.functional.one_hot(readout_positions, attentions[0].shape[-1]).to(attentions[0].dtype)
+    rollout = torch.nn.functional.one_hot(readout_positions, attentions[0].shape[-1]).to(attentions[0].dtype)
     for layer in reversed(attentions):
-        mixing = layer.mean(1)
-        mixing = mixing / mixing.sum(-1, keepdim=True).clamp_min(torch.finfo(mixing.dtype).tiny)
-        passed = mixing[:, 0] if mixing.shape[1] == 1 else torch.bmm(flow[:, None], mixing)[:, 0]
-        flow = residual * flow + (1 - residual) * passed
-    return flow
+        weights = layer.mean(1)
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        attended = weights[:, 0] if weights.shape[1] == 1 else torch.bmm(rollout[:, None], weights)[:, 0]
+        rollout = residual * rollout + (1 - residual) * attended
+    return rollout
 
 
 def integrated_gradients(
     model: EmbeddingClassifier, ids: Tensor, attention_mask: Tensor, targets: Tensor, n_steps: int = 32
 ) -> Tensor:
-    """Integrated gradients (Sundararajan et al. 2017) of the chosen class, from the zero embedding.
+    """Return integrated gradients (Sundararajan et al. 2017) of p(target); the baseline is a zero embedding.
 
-    The path integral by the midpoint rule; the scores of a text sum to p(text) − p(zero), up to its error.
+    The path integral uses the midpoint rule. Completeness: the scores of a text sum to
+    p(text) − p(baseline), up to the quadrature error.
     """
     with torch.no_grad():
-        embedded = model.embed(ids)
-    total = torch.zeros_like(embedded)
+        embeds = model.embed(ids)
+    total = torch.zeros_like(embeds)
     for step in range(n_steps):
-        point = (embedded * ((step + 0.5) / n_steps)).requires_grad_()
+        point = (embeds * ((step + 0.5) / n_steps)).requires_grad_()
         with torch.enable_grad():
-            picked = (
-                model.probabilities_from_embeddings(point, attention_mask).gather(1, targets[:, None]).sum()
-            )
-            (gradient,) = torch.autograd.grad(picked, point)
-        total += gradient
-    return (embedded * total / n_steps).sum(-1)
+            probabilities = model.probabilities_from_embeddings(point, attention_mask)
+            (grad,) = torch.autograd.grad(probabilities.gather(1, targets[:, None]).sum(), point)
+        total += grad
+    return (embeds * total / n_steps).sum(-1)
 
 
 def _select_query_row(weights: Tensor, readout_positions: Tensor) -> Tensor:
@@ -115,14 +114,21 @@ def attribution_scores(
     targets: Tensor,
     seeds: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """Scores (B, T) from one of `SOURCES`, −∞ at padding; `seeds` tell the random ranking its texts apart."""
+    """Return scores (B, T) of one of `ATTRIBUTION_METHODS`, −∞ at padding.
+
+    `seeds` holds one seed per text, for the method `random`.
+    """
     if method in ATTENTION_METHODS:
-        found = ATTENTION_METHODS[method](attentions, model.readout_positions(attention_mask))
+        scores = ATTENTION_METHODS[method](attentions, model.readout_positions(attention_mask))
     elif method == "gradient":
-        if not hasattr(model, "embed") or not hasattr(model, "probabilities_from_embeddings"):
-            raise InputError("the gradient ranking needs a model with embed() and probabilities_from_embeddings()")
-        found = integrated_gradients(cast(EmbeddingClassifier, model), ids, attention_mask, targets)
+        if not (hasattr(model, "embed") and hasattr(model, "probabilities_from_embeddings")):
+            raise InputError(
+                "the attribution method 'gradient' needs a model with embed() and "
+                "probabilities_from_embeddings()",
+                code="model-without-embeddings",
+            )
+        scores = integrated_gradients(cast(EmbeddingClassifier, model), ids, attention_mask, targets)
     else:
         rows = [np.random.default_rng(seed).random(ids.shape[1]) for seed in seeds]
-        found = torch.from_numpy(np.stack(rows)).to(ids.device)
-    return found.masked_fill(~attention_mask, -torch.inf)
+        scores = torch.from_numpy(np.stack(rows)).to(ids.device)
+    return scores.masked_fill(~attention_mask, -torch.inf)

@@ -1,13 +1,14 @@
-"""What the two circuits of attention are doing while they learn: their size, their pace, their balance.
+"""Measures of the QK and OV circuits during training: scale, stable rank, effective pace, balance.
 
 With W_QK,h = W_Q,hᵀ·W_K,h and W_OV,h = W_O,h·W_V,h the circuits of head h (or its one collapsed matrix):
 
-scale      ‖W‖_F of a circuit, and its largest singular value
-rank       Σσ²/σ₁², the stable rank: how many directions carry the circuit
-pace       (‖ΔQK‖/‖QK‖) / (‖ΔOV‖/‖OV‖), Δ the way from the start, over all parameters of each circuit: the
-           ratio at which the two have really learnt, whatever learning rates they were given
-balance    ‖Σ W_O,hᵀ·W_O,h − W_V·W_Vᵀ‖_F, the sum over the heads that share a value head. Gradient flow of a
-           factorised circuit conserves this matrix; weight decay, Adam and large steps do not
+scale           ‖W‖_F
+largest         σ₁, the largest singular value
+rank            the stable rank Σσ²/σ₁²
+effective pace  (‖ΔQK‖/‖QK‖) / (‖ΔOV‖/‖OV‖), Δ the difference from the initial parameters of a circuit: the
+                ratio at which the circuits did change, independent of the learning rates
+balance         ‖Σ W_O,hᵀ·W_O,h − W_V·W_Vᵀ‖_F, summed over the heads that share a value head. Gradient flow of
+                a factorized circuit conserves this matrix; weight decay, Adam and large steps do not
 """
 
 from __future__ import annotations
@@ -26,43 +27,43 @@ from qkflow.models import Decoder
 
 @dataclass(frozen=True)
 class LayerCircuits:
-    """Singular values (heads, rank), largest first, of each circuit of one layer; the balance of its OV."""
+    """Singular values (H, D) of each circuit of one layer, in descending order, and the balance of its OV."""
 
     qk: Tensor
     ov: Tensor
-    balance: Tensor | None  # (value heads, D, D); None where OV is collapsed
+    balance: Tensor | None  # (value heads, D, D); None for a collapsed OV
 
     def frobenius_norms(self, circuit: str) -> Tensor:
-        """‖W‖_F of every head."""
+        """Return ‖W‖_F (H,) of every head."""
         values: Tensor = getattr(self, circuit)
         return values.norm(dim=-1)
 
 
 def attention_modules(model: nn.Module) -> list[Attention]:
-    """The attention layers of a model's main path, in order."""
+    """Return the attention layers of the token-rate path, in order."""
     blocks = getattr(model, "blocks", None)
-    inside = blocks if isinstance(blocks, nn.ModuleList) else model
-    return [module for module in inside.modules() if isinstance(module, Attention)]
+    root = blocks if isinstance(blocks, nn.ModuleList) else model
+    return [module for module in root.modules() if isinstance(module, Attention)]
 
 
 @torch.no_grad()
 def layer_circuits(layer: Attention) -> LayerCircuits:
-    """Measure one layer, head by head."""
+    """Measure the circuits of one layer."""
     return LayerCircuits(_qk_singular_values(layer), _ov_singular_values(layer), _balance(layer))
 
 
 def circuit_metrics(model: nn.Module) -> dict[str, list[float]]:
-    """What a training run logs: a value per layer, the mean over its heads."""
-    found = [layer_circuits(layer) for layer in attention_modules(model)]
+    """Return the metrics of a training log: a value per layer, the mean over heads."""
+    circuits = [layer_circuits(layer) for layer in attention_modules(model)]
     rows: dict[str, list[float]] = {}
     for name in ("qk", "ov"):
-        values = [getattr(layer, name).float() for layer in found]
+        values = [getattr(layer, name).float() for layer in circuits]
         rows[f"{name}_scale"] = [float(each.norm(dim=-1).mean()) for each in values]
         rows[f"{name}_largest"] = [float(each[:, 0].mean()) for each in values]
         rows[f"{name}_rank"] = [float(_stable_rank(each).mean()) for each in values]
-    kept = [layer.balance for layer in found if layer.balance is not None]
-    if kept and len(kept) == len(found):
-        rows["ov_balance"] = [float(each.float().flatten(1).norm(dim=-1).mean()) for each in kept]
+    balances = [layer.balance for layer in circuits if layer.balance is not None]
+    if balances and len(balances) == len(circuits):
+        rows["ov_balance"] = [float(each.float().flatten(1).norm(dim=-1).mean()) for each in balances]
     return rows
 
 
@@ -72,7 +73,7 @@ def _stable_rank(singular_values: Tensor) -> Tensor:
 
 
 class CircuitTracker:
-    """Remembers where the circuits' parameters started, to tell how far each of them has moved."""
+    """Change of the QK and OV parameters since construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self._initial = {
@@ -81,13 +82,13 @@ class CircuitTracker:
 
     @torch.no_grad()
     def metrics(self, model: nn.Module) -> dict[str, float]:
-        """`qk_change`, `ov_change` and, once OV has moved, `effective_pace`."""
-        moved = {
-            name: _relative_change(list(_circuit_parameters(model, name)), then)
-            for name, then in self._initial.items()
+        """Return `qk_change`, `ov_change` and, if OV has changed, `effective_pace`."""
+        change = {
+            name: _relative_change(list(_circuit_parameters(model, name)), initial)
+            for name, initial in self._initial.items()
         }
-        found = {f"{name}_change": value for name, value in moved.items()}
-        return found | ({"effective_pace": moved["qk"] / moved["ov"]} if moved["ov"] > 0 else {})
+        metrics = {f"{name}_change": value for name, value in change.items()}
+        return metrics | ({"effective_pace": change["qk"] / change["ov"]} if change["ov"] > 0 else {})
 
 
 def _circuit_parameters(model: nn.Module, circuit: str) -> Iterator[nn.Parameter]:
@@ -96,9 +97,9 @@ def _circuit_parameters(model: nn.Module, circuit: str) -> Iterator[nn.Parameter
 
 
 def _relative_change(current: Sequence[Tensor], initial: Sequence[Tensor]) -> float:
-    moved = sum(float((a - b).float().square().sum()) for a, b in zip(current, initial, strict=True))
+    change = sum(float((a - b).float().square().sum()) for a, b in zip(current, initial, strict=True))
     size = sum(float(b.float().square().sum()) for b in initial)
-    return (moved / size) ** 0.5 if size else 0.0
+    return (change / size) ** 0.5 if size else 0.0
 
 
 def _qk_singular_values(layer: Attention) -> Tensor:
@@ -122,9 +123,9 @@ def _ov_singular_values(layer: Attention) -> Tensor:
 
 
 def _ov_head_weights(layer: Attention) -> tuple[Tensor, Tensor]:
-    """W_O,hᵀ (heads, D, width) and W_V (value heads, D, width), cut alike.
+    """Return W_O,hᵀ (heads, D, C) and W_V (value heads, D, C) with the same D.
 
-    Scorings that write wider heads than a value head has (differential) join several values into one.
+    If output heads are wider than value heads (differential scoring), several value heads form one.
     """
     circuit, heads = layer.ov, layer.head_shapes
     assert isinstance(circuit, FactorizedOV)
@@ -142,7 +143,7 @@ def _balance(layer: Attention) -> Tensor | None:
 
 
 def _product_singular_values(left: Tensor, right: Tensor) -> Tensor:
-    """Singular values of leftᵀ·right (…, width, width) for left, right (…, D, width), in the small space."""
+    """Return the D singular values of leftᵀ·right (…, C, C) for left, right (…, D, C), by two QRs."""
     left_r = torch.linalg.qr(left.mT.float(), mode="r").R
     right_r = torch.linalg.qr(right.mT.float(), mode="r").R
     return torch.linalg.svdvals(left_r @ right_r.mT)
@@ -152,10 +153,7 @@ def _product_singular_values(left: Tensor, right: Tensor) -> Tensor:
 def attention_mass(
     model: Decoder, ids: Tensor, token_mask: Tensor, attention_mask: Tensor | None = None
 ) -> list[Tensor]:
-    """Per layer, the weight that each query gives to the chosen tokens, (B, heads, T).
-
-    `chosen` (B, T) is True at the tokens asked about, `padding` (B, T) at real tokens.
-    """
+    """Return, per layer, the weight (B, H, T) of each query on the tokens of `token_mask` (B, T)."""
     with capture_attention_inputs(model.blocks) as inputs:
         model.forward(ids, attention_mask=attention_mask)
     return [

@@ -1,17 +1,17 @@
-"""Does attention explain the prediction? Mass on human rationales, and what deleting the top tokens does.
+"""Faithfulness of token attributions: mass on human rationales, comprehensiveness, sufficiency.
 
-For each text, with p the probability of the class ŷ that the model predicts for the whole text:
+For each text, with p the probability of the class ŷ that the model predicts for the full text:
 
-    mass               share of the ranking's positive scores that falls on the rationale
-    confidence (AC)    share of texts whose mass exceeds a threshold
+    mass               share of the positive attribution scores on rationale tokens
+    confidence (AC)    share of texts with mass above a threshold
     comprehensiveness  p(ŷ | text) − p(ŷ | text without its top tokens)
-    sufficiency        p(ŷ | text) − p(ŷ | its top tokens alone)
+    sufficiency        p(ŷ | text) − p(ŷ | its top tokens only)
 
 (DeYoung et al. 2020; AC: Vashisht & Ramaswamy 2026). The top tokens are the max(1, ⌈k%·length⌉) with the
-highest scores; deleted tokens are gone, and the rest closes up. AOPC is the mean over several k.
+highest scores. Deleted tokens are removed, not masked. AOPC is the mean over several k.
 
-`measure` deletes for all texts at once, in batches of similar length; `measure_one_by_one` is the definition
-it is tested against.
+`measure_faithfulness` batches the deletions of all texts by length; `measure_faithfulness_reference` is the
+definition it is tested against.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch import Tensor
 from qkflow.errors import InputError, unknown
 from qkflow.measures.attribution import ATTRIBUTION_METHODS, Classifier, attention_rollout, attribution_scores
 
-PaddedTokens = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids, and which of them are real
+PaddedTokens = tuple[NDArray[np.int64], NDArray[np.bool_]]  # ids (T,) and attention mask (T,)
 
 
 @dataclass(frozen=True)
 class Text:
-    """One text to explain: token ids and, per annotator, which tokens they marked."""
+    """One text to explain: token ids and, per annotator, a mask of the rationale tokens."""
 
     name: str
     ids: Sequence[int]
@@ -42,28 +42,28 @@ class Text:
 
     def __post_init__(self) -> None:
         if not len(self.ids):
-            raise InputError(f"post {self.name} has no tokens")
+            raise InputError(f"text {self.name} has no tokens", code="empty-text")
         for marked in self.rationales:
             if len(marked) != len(self.ids):
                 raise InputError(
-                    f"post {self.name}: a rationale covers {len(marked)} tokens, the text has {len(self.ids)}"
+                    f"text {self.name}: a rationale has {len(marked)} entries for {len(self.ids)} tokens",
+                    code="rationale-length-mismatch",
                 )
 
 
 @dataclass(frozen=True)
 class FaithfulnessOptions:
-    """How the measures are taken; the defaults are the definitions above.
+    """Conventions of the measures. The defaults follow the definitions above.
 
-    A rationale is what more than half of the annotators marked; texts where that is nothing are counted, not
-    averaged. `PUBLISHED` has the rules of the authors' notebooks instead: texts padded to 128 and padding
-    counted as length, attention read at the last padded position, mass from the first head of the first
-    layer, averaged over three annotators of whom those without a rationale count as zero, rollout without
-    residual.
+    By default the rationale is the majority vote of the annotators, and texts with an empty rationale are
+    counted but not averaged. `PUBLISHED_OPTIONS` follows the authors' notebooks: texts padded to 128 with
+    padding counted as length, attention of the last (padded) position, mass of the first head of the first
+    layer divided by three annotators, a missing rationale counting as zero, rollout without residual.
     """
 
     pad_to_length: int | None = None
     first_head_last_position: bool = False
-    n_annotators: int | None = None  # divide by this number, missing rationales counting as zero
+    n_annotators: int | None = None  # divisor of the mass; missing rationales count as zero
 
 
 DEFAULT_OPTIONS = FaithfulnessOptions()
@@ -72,14 +72,14 @@ PUBLISHED_OPTIONS = FaithfulnessOptions(pad_to_length=128, first_head_last_posit
 
 @dataclass
 class Faithfulness:
-    """The measures of every text, in order; `mass` is NaN where there is no rationale."""
+    """Measures of every text, arrays of shape (N,); `mass` is NaN for texts without a rationale."""
 
     mass: NDArray[np.float64]
     comprehensiveness: dict[float, NDArray[np.float64]]
     sufficiency: dict[float, NDArray[np.float64]]
     threshold: float
-    n_emptied: int = 0  # deletions that left no token: the class then has probability 0
-    n_without_rationale: int = field(init=False)  # texts without a rationale, left out of mass and confidence
+    n_emptied: int = 0  # deletions that left no token; p is then 0
+    n_without_rationale: int = field(init=False)  # texts left out of mass and confidence
 
     def __post_init__(self) -> None:
         self.n_without_rationale = int(np.isnan(self.mass).sum())
@@ -90,7 +90,7 @@ class Faithfulness:
         return float((known > self.threshold).mean()) if len(known) else None
 
     def summary(self) -> dict[str, Any]:
-        """Means for a table or JSON; k in %, AOPC over all of them."""
+        """Return means as JSON-serializable values, by k (%), and AOPC over all k."""
         known = self.mass[~np.isnan(self.mass)]
         deleted = {
             name: {f"{k:g}": float(values.mean()) for k, values in measured.items()}
@@ -124,37 +124,36 @@ def measure_faithfulness(
     seed: int = 0,
     on_progress: Callable[[int], None] = lambda texts: None,
 ) -> Faithfulness:
-    """The measures of all texts, batched; `ks` are percentages of a text's length. See `rankings.SOURCES`."""
+    """Measure all texts in batches; `ks` are percentages of a text's length."""
     _check_inputs(texts, ks, method)
-    if batch_tokens is None:  # a CPU is fastest while a batch fits its cache, a GPU once it is full
+    if batch_tokens is None:  # on a CPU a batch should fit the cache; a GPU needs large batches
         batch_tokens = 2048 if torch.device(device).type == "cpu" else 65_536
     padded = [_pad_tokens(text, options) for text in texts]
-    chosen = np.empty(len(texts), dtype=np.int64)
-    whole = np.empty(len(texts))
+    targets = np.empty(len(texts), dtype=np.int64)
+    full_probs = np.empty(len(texts))
     mass = np.empty(len(texts))
     deletions: list[PaddedTokens] = []
-    owners: list[tuple[int, float, str]] = []
+    origins: list[tuple[int, float, str]] = []  # text index, k and kind of each deletion
     for members in _batch_by_length([len(ids) for ids, _ in padded], batch_tokens):
         ids, mask = _pad_batch([padded[index] for index in members], device)
         seeds = [(seed, index) for index in members]
-        p, predicted, ranked, heard = _predict_and_attribute(model, method, ids, mask, options, seeds)
-        whole[members], chosen[members] = p.double().cpu().numpy(), predicted.cpu().numpy()
-        orders = torch.argsort(ranked, dim=-1, descending=True, stable=True).cpu().numpy()
+        p, predicted, scores, token_mass = _predict_and_attribute(model, method, ids, mask, options, seeds)
+        full_probs[members], targets[members] = p.double().cpu().numpy(), predicted.cpu().numpy()
+        orders = torch.argsort(scores, dim=-1, descending=True, stable=True).cpu().numpy()
         for row, index in enumerate(members):
-            own, real = padded[index]
-            mass[index] = _rationale_mass(texts[index], heard[row], options)
-            for k, kind, kept in _kept_positions(orders[row], len(own), ks):
-                owners.append((index, k, kind))
-                deletions.append((own[kept], real[kept]))
+            text_ids, text_mask = padded[index]
+            mass[index] = _rationale_mass(texts[index], token_mass[row], options)
+            for k, kind, kept in _kept_positions(orders[row], len(text_ids), ks):
+                origins.append((index, k, kind))
+                deletions.append((text_ids[kept], text_mask[kept]))
         on_progress(len(members))
-    left = _target_probabilities(
-        model, deletions, chosen[[index for index, _, _ in owners]], device, batch_tokens
-    )
-    drops = {kind: {k: np.empty(len(texts)) for k in ks} for kind in ("without", "alone")}
-    for (index, k, kind), p_left in zip(owners, left, strict=True):
-        drops[kind][k][index] = whole[index] - p_left
-    emptied = sum(not real.any() for _, real in deletions)
-    return Faithfulness(mass, drops["without"], drops["alone"], threshold, emptied)
+    deletion_targets = targets[[index for index, _, _ in origins]]
+    deletion_probs = _target_probabilities(model, deletions, deletion_targets, device, batch_tokens)
+    drops = {kind: {k: np.empty(len(texts)) for k in ks} for kind in ("without_top", "top_only")}
+    for (index, k, kind), p_deleted in zip(origins, deletion_probs, strict=True):
+        drops[kind][k][index] = full_probs[index] - p_deleted
+    n_emptied = sum(not kept_mask.any() for _, kept_mask in deletions)
+    return Faithfulness(mass, drops["without_top"], drops["top_only"], threshold, n_emptied)
 
 
 def measure_faithfulness_reference(
@@ -167,51 +166,56 @@ def measure_faithfulness_reference(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Faithfulness:
-    """The same measures, a text and a deletion at a time: slow, and as the definitions read."""
+    """Measure one text and one deletion at a time, following the definitions."""
     _check_inputs(texts, ks, method)
     mass: list[float] = []
-    drops: dict[str, dict[float, list[float]]] = {kind: {k: [] for k in ks} for kind in ("without", "alone")}
-    emptied = 0
+    drops: dict[str, dict[float, list[float]]] = {
+        kind: {k: [] for k in ks} for kind in ("without_top", "top_only")
+    }
+    n_emptied = 0
     for index, text in enumerate(texts):
         tokens = _pad_tokens(text, options)
         ids, mask = _pad_batch([tokens], device)
-        p, predicted, ranked, heard = _predict_and_attribute(
+        p, predicted, scores, token_mass = _predict_and_attribute(
             model, method, ids, mask, options, [(seed, index)]
         )
-        mass.append(_rationale_mass(text, heard[0], options))
-        order = sorted(range(ids.shape[1]), key=lambda place: (-ranked[0, place].item(), place))
+        mass.append(_rationale_mass(text, token_mass[0], options))
+        order = sorted(range(ids.shape[1]), key=lambda position: (-scores[0, position].item(), position))
         for k in ks:
             top = set(order[: max(1, math.ceil(k / 100 * ids.shape[1]))])
-            for kind in ("without", "alone"):
-                kept = [place for place in range(ids.shape[1]) if (place in top) == (kind == "alone")]
-                p_left = 0.0
+            for kind in ("without_top", "top_only"):
+                kept = [i for i in range(ids.shape[1]) if (i in top) == (kind == "top_only")]
+                p_deleted = 0.0
                 if mask[0, kept].any():
                     with torch.no_grad():
-                        p_left = model.probabilities(ids[:, kept], mask[:, kept])[0, predicted[0]].item()
+                        p_deleted = model.probabilities(ids[:, kept], mask[:, kept])[0, predicted[0]].item()
                 else:
-                    emptied += 1
-                drops[kind][k].append(p.item() - p_left)
+                    n_emptied += 1
+                drops[kind][k].append(p.item() - p_deleted)
     arrays = {kind: {k: np.array(values) for k, values in by_k.items()} for kind, by_k in drops.items()}
-    return Faithfulness(np.array(mass), arrays["without"], arrays["alone"], threshold, emptied)
+    return Faithfulness(np.array(mass), arrays["without_top"], arrays["top_only"], threshold, n_emptied)
 
 
 def _check_inputs(texts: Sequence[Text], ks: Sequence[float], method: str) -> None:
     if method not in ATTRIBUTION_METHODS:
-        raise unknown("ranking", method, ATTRIBUTION_METHODS)
+        raise unknown("attribution method", method, ATTRIBUTION_METHODS)
     if not texts:
-        raise InputError("there are no texts to measure")
+        raise InputError("there are no texts to measure", code="no-texts")
     if not ks or any(not 0 < k <= 100 for k in ks):
-        raise InputError(f"k is a percentage of a text's tokens, within 0…100, not {list(ks)}")
+        raise InputError(
+            f"k is a percentage of a text's tokens, above 0 and at most 100, not {list(ks)}",
+            code="invalid-percentage",
+        )
 
 
 def _pad_tokens(text: Text, options: FaithfulnessOptions) -> PaddedTokens:
     ids = np.asarray(text.ids, dtype=np.int64)
-    real = np.ones(len(ids), dtype=bool)
+    mask = np.ones(len(ids), dtype=bool)
     if options.pad_to_length is not None:
-        ids, real = ids[: options.pad_to_length], real[: options.pad_to_length]
-        missing = options.pad_to_length - len(ids)
-        ids, real = np.pad(ids, (0, missing)), np.pad(real, (0, missing))
-    return ids, real
+        ids, mask = ids[: options.pad_to_length], mask[: options.pad_to_length]
+        padding = options.pad_to_length - len(ids)
+        ids, mask = np.pad(ids, (0, padding)), np.pad(mask, (0, padding))
+    return ids, mask
 
 
 def _predict_and_attribute(
@@ -222,26 +226,30 @@ def _predict_and_attribute(
     options: FaithfulnessOptions,
     seeds: list[tuple[int, int]],
 ) -> tuple[Tensor, Tensor, Tensor, NDArray[np.float64]]:
-    """p and class of each text, what its tokens are ranked by, and what the mass is taken of."""
+    """Return p(ŷ) (B,), ŷ (B,), attribution scores (B, T) and the mass of each token (B, T)."""
     with torch.no_grad():
         probabilities, layers = model.probabilities_and_attentions(ids, attention_mask)
     p, predicted = probabilities.max(-1)
     if options.first_head_last_position and layers[0].shape[2] != ids.shape[1]:
-        raise InputError("the published rules read attention at the end: the model must give all of its rows")
+        raise InputError(
+            "the published options use the attention row of the last position: the model must return "
+            "(B, H, T, T) weights, not one row",
+            code="attention-rows-missing",
+        )
     if options.first_head_last_position and method == "rollout":
-        ranked = attention_rollout(layers, torch.full_like(predicted, ids.shape[1] - 1), residual=0.0)
+        scores = attention_rollout(layers, torch.full_like(predicted, ids.shape[1] - 1), residual=0.0)
     else:
-        ranked = attribution_scores(model, method, ids, attention_mask, layers, predicted, seeds)
+        scores = attribution_scores(model, method, ids, attention_mask, layers, predicted, seeds)
     if options.first_head_last_position:
-        heard = layers[0][:, 0, -1]
+        token_mass = layers[0][:, 0, -1]
     else:
-        positive = ranked.clamp_min(0)
-        heard = positive / positive.sum(-1, keepdim=True).clamp_min(torch.finfo(ranked.dtype).tiny)
-    return p, predicted, ranked, heard.double().cpu().numpy()
+        positive = scores.clamp_min(0)
+        token_mass = positive / positive.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
+    return p, predicted, scores, token_mass.double().cpu().numpy()
 
 
 def _rationale_mass(text: Text, token_mass: NDArray[np.float64], options: FaithfulnessOptions) -> float:
-    """The share of a (padded) text's scores on its rationale, NaN if it has none."""
+    """Return the mass on the rationale from the mass (T,) of each token; NaN without a rationale."""
     if not text.rationales:
         return math.nan if options.n_annotators is None else 0.0
     marks = np.array([marked[: len(token_mass)] for marked in text.rationales], dtype=bool)
@@ -254,12 +262,12 @@ def _rationale_mass(text: Text, token_mass: NDArray[np.float64], options: Faithf
 def _kept_positions(
     order: NDArray[np.int64], length: int, ks: Sequence[float]
 ) -> Iterable[tuple[float, str, NDArray[np.int64]]]:
-    """For every k, the places left without the top tokens and those of the top tokens, in reading order."""
-    order = order[:length]  # padding of the batch ranks last
+    """Yield, for every k, the positions without the top tokens and those of the top tokens, in text order."""
+    order = order[:length]  # the padding of the batch has score −∞, so it comes last
     for k in ks:
         top = max(1, math.ceil(k / 100 * length))
-        yield k, "without", np.sort(order[top:])
-        yield k, "alone", np.sort(order[:top])
+        yield k, "without_top", np.sort(order[top:])
+        yield k, "top_only", np.sort(order[:top])
 
 
 def _target_probabilities(
@@ -269,20 +277,20 @@ def _target_probabilities(
     device: str | torch.device,
     batch_tokens: int,
 ) -> NDArray[np.float64]:
-    """p of each sequence's chosen class; 0 where no real token is left."""
-    found = np.zeros(len(sequences))
-    some = [index for index, (_, real) in enumerate(sequences) if real.any()]
-    for members in _batch_by_length([len(sequences[index][0]) for index in some], batch_tokens):
-        indices = [some[member] for member in members]
+    """Return p(target) of each sequence; 0 if no token is left."""
+    probs = np.zeros(len(sequences))
+    nonempty = [index for index, (_, kept_mask) in enumerate(sequences) if kept_mask.any()]
+    for members in _batch_by_length([len(sequences[index][0]) for index in nonempty], batch_tokens):
+        indices = [nonempty[member] for member in members]
         ids, mask = _pad_batch([sequences[index] for index in indices], device)
         with torch.no_grad():
-            picked = model.probabilities(ids, mask).cpu()
-        found[indices] = picked.double().numpy()[np.arange(len(indices)), targets[indices]]
-    return found
+            batch_probs = model.probabilities(ids, mask).cpu().double().numpy()
+        probs[indices] = batch_probs[np.arange(len(indices)), targets[indices]]
+    return probs
 
 
 def _batch_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterable[list[int]]:
-    """Indices in batches of similar length, at most `batch_tokens` tokens each, padding included."""
+    """Yield batches of indices sorted by length, at most `batch_tokens` tokens each, padding included."""
     batch: list[int] = []
     for index in np.argsort(lengths, kind="stable").tolist():
         if batch and (len(batch) + 1) * lengths[index] > batch_tokens:
@@ -294,9 +302,9 @@ def _batch_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterable[list
 
 
 def _pad_batch(sequences: Sequence[PaddedTokens], device: str | torch.device) -> tuple[Tensor, Tensor]:
-    longest = max(len(ids) for ids, _ in sequences)
-    ids = np.zeros((len(sequences), longest), dtype=np.int64)
-    mask = np.zeros((len(sequences), longest), dtype=bool)
-    for row, (own, real) in enumerate(sequences):
-        ids[row, : len(own)], mask[row, : len(own)] = own, real
+    max_length = max(len(ids) for ids, _ in sequences)
+    ids = np.zeros((len(sequences), max_length), dtype=np.int64)
+    mask = np.zeros((len(sequences), max_length), dtype=bool)
+    for row, (row_ids, row_mask) in enumerate(sequences):
+        ids[row, : len(row_ids)], mask[row, : len(row_ids)] = row_ids, row_mask
     return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)

@@ -1,4 +1,4 @@
-"""How well a model predicts text: loss in nats a token, perplexity, bits per byte."""
+"""Language modeling loss: nats per token, perplexity, bits per byte."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ if TYPE_CHECKING:
     from qkflow.models import Decoder
 
 
-MAX_EXPONENT = 700  # exp of more, as per cent, is no number
+MAX_EXPONENT = 700  # 100·exp of more overflows float64
 
 
 def perplexity(loss: float) -> float | None:
-    """exp(loss); None where a run went so wrong that there is no such number."""
+    """Return exp(loss), or None if it overflows."""
     return math.exp(loss) if loss < MAX_EXPONENT else None
 
 
 def format_eval_result(result: Mapping[str, Any]) -> str:
-    """`loss 3.2100, perplexity 24.78, 1.8102 bits per byte`, of what `Score.to_dict` gives."""
+    """Format the values of `EvalResult.to_dict`: `loss 3.2100, perplexity 24.78, 1.8102 bits per byte`."""
     size = math.inf if result["perplexity"] is None else result["perplexity"]
-    said = f"loss {result['loss']:.4f}, perplexity {size:{'.2f' if size < 1e9 else '.3g'}}"
-    return said + (f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else "")
+    text = f"loss {result['loss']:.4f}, perplexity {size:{'.2f' if size < 1e9 else '.3g'}}"
+    return text + (f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else "")
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    loss: float  # nats a token
+    """Mean loss over the predicted tokens of an evaluation."""
+
+    loss: float  # nats per token
     n_tokens: int
-    n_bytes: int | None  # of text that the tokens stand for
+    n_bytes: int | None  # of the text of these tokens
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Independent of the tokenizer, so that models with different ones can be compared."""
+        """Loss in bits per byte of text, comparable across tokenizers."""
         return self.loss / math.log(2) * self.n_tokens / self.n_bytes if self.n_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,9 +59,9 @@ def evaluate_loss(
     loss_sum: Callable[[Tensor, Tensor], Tensor] | None = None,
     progress: Callable[[Iterable[Any]], Iterable[Any]] = iter,
 ) -> EvalResult:
-    """The model's score on fixed windows, each predicted token once.
+    """Evaluate the model on fixed windows; every target token is counted once.
 
-    `loss_sum(inputs, targets)` may replace the model's own, for one that is spread over processes.
+    `loss_sum(inputs, targets)` replaces the summed loss of `model`, e.g. for a sharded model.
     """
     from qkflow.models.loss import linear_cross_entropy
 
@@ -67,7 +69,7 @@ def evaluate_loss(
     training = model.training
     model.eval()
 
-    def own(inputs: Tensor, targets: Tensor) -> Tensor:
+    def default_loss_sum(inputs: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(model(inputs), model.output_weight, targets, reduction="sum")
 
     total = 0.0
@@ -75,7 +77,7 @@ def evaluate_loss(
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             for inputs, targets in progress(windows):
                 batch = (torch.from_numpy(part).to(device) for part in (inputs, targets))
-                total += float((loss_sum or own)(*batch))
+                total += float((loss_sum or default_loss_sum)(*batch))
     finally:
         model.train(training)
     return EvalResult(total / windows.n_targets, windows.n_targets, windows.n_target_bytes)

@@ -1,4 +1,4 @@
-"""Does the gate open, and what does the slow path say through it?"""
+"""Metrics of the slow path: its gates, its share of the residual stream, its gradients."""
 
 from __future__ import annotations
 
@@ -15,47 +15,46 @@ from qkflow.models.slow_path.path import SlowPath
 def slow_path_metrics(
     model: nn.Module, ids: Tensor | None = None, document_ids: Tensor | None = None
 ) -> dict[str, float | list[float]]:
-    """What a training run logs of the slow path of `model`; an empty dict where there is none.
+    """Return the metrics of a training log; an empty dict for a model without a slow path.
 
-    slow_gate        |g| of each gate, the mean over its channels
-    slow_share       ‖g⊙ũ‖/‖x‖ at each gate, on the tokens `ids` (B, T); left out without them
-    slow_grad_norm   norm of the slow weights' gradient as it stands, before or after clipping; left out
-                     where there is none
-    slow_grad_share  the same relative to the whole gradient, which clipping does not change
+    slow_gate        |g| of each gate, the mean over channels
+    slow_share       ‖g⊙ũ‖/‖x‖ at each gate on the tokens `ids` (B, T); omitted without `ids`
+    slow_grad_norm   norm of the current gradient of the slow weights; omitted without gradients
+    slow_grad_share  slow_grad_norm relative to the norm of the full gradient; invariant under clipping
     """
     path = next((module for module in model.modules() if isinstance(module, SlowPath)), None)
     if path is None:
         return {}
     gates: dict[str, Any] = dict(path.gates.items())
-    found: dict[str, float | list[float]] = {
+    metrics: dict[str, float | list[float]] = {
         "slow_gate": [_to_float(gate.value.abs().mean()) for gate in gates.values()]
     }
     if ids is not None:
-        found["slow_share"] = _relative_norms(model, gates, ids, document_ids)
+        metrics["slow_share"] = _relative_norms(model, gates, ids, document_ids)
     slow = _gradients(path.blocks) + _gradients(path.phi)
     if slow:
         norm = _to_float(nn.utils.get_total_norm(slow))
-        everything = _to_float(nn.utils.get_total_norm(_gradients(model)))
-        found["slow_grad_norm"] = norm
-        found["slow_grad_share"] = norm / everything if everything else 0.0
-    return found
+        total = _to_float(nn.utils.get_total_norm(_gradients(model)))
+        metrics["slow_grad_norm"] = norm
+        metrics["slow_grad_share"] = norm / total if total else 0.0
+    return metrics
 
 
 def _relative_norms(
     model: nn.Module, gates: dict[str, Gate], ids: Tensor, document_ids: Tensor | None
 ) -> list[float]:
-    """‖g⊙ũ‖/‖x‖ at each gate, in one pass over `ids`."""
+    """Return ‖g⊙ũ‖/‖x‖ at each gate, from one forward pass over `ids`."""
     shares: list[float] = []
 
-    def listen(gate: Gate, inputs: tuple[Tensor, Tensor]) -> None:
-        x, heard = inputs
-        shares.append(_to_float((gate.value * heard).norm() / x.norm()))
+    def record(gate: Gate, inputs: tuple[Tensor, Tensor]) -> None:
+        x, slow_output = inputs
+        shares.append(_to_float((gate.value * slow_output).norm() / x.norm()))
 
-    hooks = [gate.register_forward_pre_hook(listen) for gate in gates.values()]
+    hooks = [gate.register_forward_pre_hook(record) for gate in gates.values()]
     training = model.training
     try:
         model.eval()
-        model.forward(ids, document_ids=document_ids)  # not model(…): what is compiled calls no hooks
+        model.forward(ids, document_ids=document_ids)  # not model(ids): a compiled __call__ skips the hooks
     finally:
         model.train(training)
         for hook in hooks:
@@ -68,4 +67,4 @@ def _gradients(module: nn.Module) -> list[Tensor]:
 
 
 def _to_float(value: Any) -> float:
-    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)  # of sharded parameters
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)  # DTensor
