@@ -1,7 +1,7 @@
-"""How fast a corpus is tokenised, beside what `tokenizers` alone does with the same text on all cores.
+"""How fast a corpus is tokenized, beside what `tokenizers` alone does with the same text on all cores.
 
-    python benchmarks/tokenise.py                        # the built-in speeches
-    python benchmarks/tokenise.py my.txt --tokenizer path/to/tokenizer.json --rounds 9
+    python benchmarks/tokenize_corpus.py                        # the built-in speeches
+    python benchmarks/tokenize_corpus.py my.txt --tokenizer path/to/tokenizer.json --rounds 9
 
 `tokenizers` gets the documents in memory and its work is thrown away; qkflow reads the files, divides them
 into splits, encodes, and writes token files with their checksums. The variants take turns; printed are the
