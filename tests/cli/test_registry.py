@@ -15,7 +15,7 @@ from qkflow.cli.main import dispatch
 
 
 def test_couplings_lists_every_registered_coupling(capsys: pytest.CaptureFixture[str]) -> None:
-    dispatch(["couplings", "--json"])
+    dispatch(["couplings", "--full", "--json"])
     rows = json.loads(capsys.readouterr().out)["couplings"]
     assert [row["coupling"] for row in rows] == couplings.names()
     affine = next(row for row in rows if row["coupling"] == "affine")

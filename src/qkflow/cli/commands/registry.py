@@ -22,18 +22,19 @@ from qkflow.errors import unknown
 Row = dict[str, Any]
 
 
-def couplings(*, json: bool = False, markdown: bool = False) -> None:
+def couplings(*, full: bool = False, json: bool = False, markdown: bool = False) -> None:
     """List the registered couplings with their equation and declared properties.
 
     examples:
       qkflow couplings
-      qkflow couplings --json
+      qkflow couplings --full --json
 
     Args:
+        full: add options and citation.
         json: print one JSON object instead of a table.
         markdown: print a Markdown table.
     """
-    _print_rows("couplings", coupling_rows(), json, markdown)
+    _print_rows("couplings", coupling_rows(full), json, markdown)
 
 
 def scorings(*, json: bool = False, markdown: bool = False) -> None:
@@ -86,21 +87,26 @@ def config(
     _print_rows("config", config_rows(section), json, markdown)
 
 
-def coupling_rows() -> list[Row]:
+def coupling_rows(full: bool = False) -> list[Row]:
+    """Return one row per coupling; properties that depend on heads or options are those of the defaults."""
     from qkflow.attention import couplings as registry
+    from qkflow.attention import scorings
 
-    return [
-        {
+    head_shapes = scorings.get("softmax").head_shapes(4, 4, 8)
+    rows = []
+    for name in registry.names():
+        part = registry.build(name, head_shapes, {"device": "meta"})
+        row: Row = {
             "coupling": name,
             "equation": part.equation,
             "good for": part.good_for,
             "identity at init": part.identity_at_init,
             "invertible": part.invertible,
-            "options": list(registry.options(name)),
-            "citation": part.citation,
         }
-        for name, part in ((name, registry.get(name)) for name in registry.names())
-    ]
+        rows.append(
+            row | {"options": list(registry.options(name)), "citation": part.citation} if full else row
+        )
+    return rows
 
 
 def scoring_rows() -> list[Row]:
