@@ -1,15 +1,15 @@
-# Two commands do everything on a machine that has Python: `make demo` and `make test`.
+# `make demo` and `make test` need Python alone.
 PYTHON ?= python3
 BIN    := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit bench clean
+.PHONY: help demo test lint types unit bench tables clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
 
-# Each stamp depends on what decides its content, so a second run installs nothing.
+# A stamp depends on what decides its content, so a second run installs nothing.
 .venv/.base: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
@@ -19,7 +19,7 @@ help:  ## Show this list
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: .venv/.base  ## Install, then run the main job on the built-in corpus
+demo: .venv/.base  ## Install, then compare couplings on the built-in corpus
 	$(BIN)/qkflow compare --data speeches --variants standard,euler --controls symmetric,uncoupled --tokens 50k --out runs/demo
 
 test: .venv/.dev lint types unit  ## Install, lint, type-check, run every test
@@ -34,8 +34,11 @@ types: .venv/.dev
 unit: .venv/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
-bench: .venv/.base  ## Print the full table of ratios against standard attention
+bench: .venv/.base  ## Print time, FLOPs and memory relative to standard attention
 	$(BIN)/qkflow bench
 
-clean:  ## Remove the environment and everything built
+tables: .venv/.base  ## Rewrite the generated tables of README.md and docs/
+	$(BIN)/python docs/generate_tables.py
+
+clean:  ## Remove the environment and build output
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PENDING = ("src/", "tests/", "docs/", "README.md", "CONTRIBUTING.md")  # not yet rewritten; must become empty
+PENDING = ("src/", "tests/", "docs/huggingface.md")  # not yet rewritten; must become empty
 
 
 def word(*alternatives: str) -> str:
