@@ -6,6 +6,7 @@ arguments are called by their names; lists are shown as they are typed, with com
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 from collections.abc import Callable
@@ -17,13 +18,22 @@ import tyro
 
 @cache  # annotations are changed in place, once
 def annotate_for_tyro(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command, its annotations telling tyro how to show them."""
+    """The command, its annotations telling tyro how to show them.
+
+    The fields of a config dataclass become options of the command; a field without a default is positional.
+    """
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in inspect.signature(command).parameters.items():
+        if dataclasses.is_dataclass(hints[name]):
+            annotate_for_tyro(hints[name])
+            command.__annotations__[name] = Annotated[hints[name], tyro.conf.OmitArgPrefixes]
+            continue
         shown = tyro.conf.arg(
             metavar=_metavar(name, hints[name], parameter.default),
             help_behavior_hint=_default_hint(parameter.default),
         )
+        if dataclasses.is_dataclass(command) and parameter.default is inspect.Parameter.empty:
+            hints[name] = Annotated[hints[name], tyro.conf.Positional]
         command.__annotations__[name] = Annotated[hints[name], shown]
     return command
 
@@ -32,11 +42,12 @@ def _metavar(name: str, hint: Any, default: Any) -> str | None:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if default is inspect.Parameter.empty:
         return name.upper()
-    if get_origin(kind) is tuple:
+    optional = get_origin(kind) in (Union, types.UnionType)
+    inner = next(one for one in get_args(kind) if one is not type(None)) if optional else kind
+    if get_origin(inner) is tuple:
         return "KEY=VALUE" if name == "set" else "A,B,..."
-    if get_origin(kind) not in (Union, types.UnionType):
+    if not optional:
         return None
-    inner = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(inner) is Literal:
         return "{" + ",".join(map(str, get_args(inner))) + "}"
     return None if inner is bool else str(inner.__name__).upper()

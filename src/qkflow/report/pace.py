@@ -1,29 +1,30 @@
-"""A study's report.html, with the look of every report, and its tables for programs."""
+"""Report of a pace study: report.html and summary.csv."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qkflow.files import write_atomic, write_json
+from qkflow.files import write_atomic
 from qkflow.html import json_for_script
 from qkflow.report.figures import PALETTE, REFERENCE_COLOR, Figure, band_and_line_traces, base_layout
 from qkflow.report.pace_tables import (
     COLUMN_HEADINGS,
-    TABLE_COLUMNS,
-    format_cell,
+    attribution_cells,
+    attribution_methods,
     format_interval,
-    published_cells,
+    published_rows,
+    ratio_cells,
     summary_csv,
 )
 from qkflow.report.page import load_template
-from qkflow.studies.pace.analysis import ATTRIBUTION_METHODS
-from qkflow.studies.pace.run import BIN_EDGES
+
+if TYPE_CHECKING:
+    from qkflow.studies.pace.results import PaceStudyResult, PaceSummary
 
 CURVE_TITLES = {
     "mass": "Attention on the rationale",
-    "truth": "Probability of the truth",
+    "truth": "Probability of the true label",
     "accuracy": "Accuracy",
     "qk_scale": "Query-key scale ‖W_QK‖",
     "ov_scale": "Output-value scale ‖W_OV‖",
@@ -31,79 +32,74 @@ CURVE_TITLES = {
 }
 
 
-def write_outputs(folder: Path, summary: dict[str, Any]) -> None:
-    """summary.json, summary.csv and report.html."""
-    write_json(folder / "summary.json", summary)
-    write_atomic(folder / "summary.csv", summary_csv(summary))
-    write_atomic(folder / "report.html", render_report(summary))
+def write_report(result: PaceStudyResult) -> None:
+    """Write summary.csv and report.html into the folder of the study."""
+    write_atomic(result.folder / "summary.csv", summary_csv(result.summary))
+    write_atomic(result.folder / "report.html", render_report(result.summary))
 
 
-def render_report(summary: dict[str, Any]) -> str:
+def render_report(summary: PaceSummary) -> str:
+    """Return the self-contained HTML page. The template engine escapes all text."""
     from plotly.offline import get_plotlyjs
 
-    colours = _colours(summary)
-    heatmaps = {
-        f"heatmap-{i}": _heatmap_figure(row) for i, row in enumerate(summary["rows"]) if row["heatmap"]
+    colors = _ratio_colors(summary)
+    heatmap_titles = {f"heatmap-{i}": f"r = {row.ratio}" for i, row in enumerate(summary.rows) if row.heatmap}
+    figures: dict[str, Figure] = {
+        f"heatmap-{i}": _heatmap_figure(row.heatmap) for i, row in enumerate(summary.rows) if row.heatmap
     }
-    titles = {f"heatmap-{i}": f"r = {row['ratio']}" for i, row in enumerate(summary["rows"])}
-    curves = {
-        f"curve-{name}": figure for name in CURVE_TITLES if (figure := _curve_figure(summary, name, colours))
-    }
-    drawn = {**heatmaps, **curves}
+    curve_titles = {}
+    for name, title in CURVE_TITLES.items():
+        if figure := _curve_figure(summary, name, colors):
+            figures[f"curve-{name}"], curve_titles[f"curve-{name}"] = figure, title
     return load_template("pace.html").render(
         summary=summary,
-        config=summary["config"],
-        colours=colours,
-        cells={row["ratio"]: [format_cell(row, name) for name in TABLE_COLUMNS] for row in summary["rows"]},
-        headings=[COLUMN_HEADINGS[name] for name in TABLE_COLUMNS],
-        published=[
-            (title, published_cells(summary, faster))
-            for faster, title in _PUBLISHED_TITLES
-            if summary["published"]
-        ],
-        explains=_attribution_rows(summary),
-        sources=ATTRIBUTION_METHODS,
-        figures=drawn,
-        heatmaps={name: titles[name] for name in heatmaps},
-        curves={name: CURVE_TITLES[name.removeprefix("curve-")] for name in curves},
-        figures_json=json_for_script(drawn),
+        config=summary.config,
+        settings=summary.recipe.to_dict(),
+        colors=colors,
+        cells={row.ratio: ratio_cells(row) for row in summary.rows},
+        headings=COLUMN_HEADINGS.values(),
+        published=published_rows(summary),
+        attribution_rows=_attribution_rows(summary),
+        attribution_methods=attribution_methods(summary),
+        figures=figures,
+        heatmaps=heatmap_titles,
+        curves=curve_titles,
+        figures_json=json_for_script(figures),
         plotly_js=get_plotlyjs(),
     )
 
 
-_PUBLISHED_TITLES = ((False, "published, same rate"), (True, "published, faster"))
+def _ratio_colors(summary: PaceSummary) -> dict[str, str]:
+    others = [row.ratio for row in summary.rows if row.ratio != summary.baseline]
+    colors = {ratio: PALETTE[i % len(PALETTE)] for i, ratio in enumerate(others)}
+    return {summary.baseline: REFERENCE_COLOR, **colors}
 
 
-def _colours(summary: dict[str, Any]) -> dict[str, str]:
-    others = [row["ratio"] for row in summary["rows"] if row["ratio"] != summary["baseline"]]
-    found = {ratio: PALETTE[place % len(PALETTE)] for place, ratio in enumerate(others)}
-    return {summary["baseline"]: REFERENCE_COLOR, **found}
+def _attribution_rows(summary: PaceSummary) -> list[list[str]]:
+    contrasts = {each.ratio: each.differences for each in summary.explains}
+    return [
+        [
+            row.ratio,
+            *attribution_cells(row),
+            *(format_interval(contrasts[row.ratio][f"{name}_random"]) for name in ("attention", "gradient")),
+        ]
+        for row in summary.rows
+        if row.deletions
+    ]
 
 
-def _attribution_rows(summary: dict[str, Any]) -> list[list[str]]:
-    over = {row["ratio"]: row for row in summary["explains"]}
-    rows = []
-    for row in summary["rows"]:
-        if row["deletions"]:
-            means = [f"{row['deletions'][source]['comprehensiveness']:.3f}" for source in ATTRIBUTION_METHODS]
-            against = [
-                format_interval(over[row["ratio"]][name]) for name in ("attention_random", "gradient_random")
-            ]
-            rows.append([row["ratio"], *means, *against])
-    return rows
-
-
-def _heatmap_figure(row: dict[str, Any]) -> Figure:
-    """Attention on the rationale × probability of the truth."""
-    labels = [f"{low:.1f}–{high:.1f}" for low, high in pairwise(BIN_EDGES)]
+def _heatmap_figure(shares: list[list[float]]) -> Figure:
+    """Share (%) of examples: attention on the rationale × probability of the true label, equal bins."""
+    labels = [
+        f"{low:.1f}–{high:.1f}" for low, high in pairwise(i / len(shares) for i in range(len(shares) + 1))
+    ]
     layout = base_layout("attention on the rationale") | {"height": 330, "hovermode": "closest"}
-    layout["yaxis"] |= {"title": {"text": "p(truth)", "font": {"size": 12}}}
+    layout["yaxis"] |= {"title": {"text": "p(true label)", "font": {"size": 12}}}
     for axis in ("xaxis", "yaxis"):
         layout[axis] |= {"type": "category", "showgrid": False}
-    cells = [[round(share, 1) for share in column] for column in zip(*row["heatmap"], strict=True)]
-    trace = {
+    trace: dict[str, Any] = {
         "type": "heatmap",
-        "z": cells,
+        "z": [[round(share, 1) for share in column] for column in zip(*shares, strict=True)],
         "x": labels,
         "y": labels,
         "zmin": 0,
@@ -111,18 +107,16 @@ def _heatmap_figure(row: dict[str, Any]) -> Figure:
         "colorscale": [[0, "rgba(26,128,196,0.05)"], [1, PALETTE[0]]],
         "showscale": False,
         "texttemplate": "%{z:.1f}",
-        "hovertemplate": "attention %{x}, p(truth) %{y}: %{z:.1f}%<extra></extra>",
+        "hovertemplate": "attention %{x}, p(true label) %{y}: %{z:.1f}%<extra></extra>",
     }
     return {"data": [trace], "layout": layout}
 
 
-def _curve_figure(summary: dict[str, Any], name: str, colours: dict[str, str]) -> Figure | None:
+def _curve_figure(summary: PaceSummary, name: str, colors: dict[str, str]) -> Figure | None:
     traces = []
-    for row in summary["rows"]:
-        points = summary["curves"].get(row["ratio"], {}).get(name)
+    for row in summary.rows:
+        points = summary.curves.get(row.ratio, {}).get(name)
         if points:
-            style = {"color": colours[row["ratio"]], "dash": "solid"}
-            traces += band_and_line_traces(
-                [tuple(point) for point in points], f"r = {row['ratio']}", style, True
-            )
+            style = {"color": colors[row.ratio], "dash": "solid"}
+            traces += band_and_line_traces(points, f"r = {row.ratio}", style, True)
     return {"data": traces, "layout": base_layout("training steps") | {"height": 290}} if traces else None

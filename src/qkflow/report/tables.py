@@ -65,12 +65,12 @@ def all_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary_csv(summary: dict[str, Any]) -> str:
-    return _to_csv(flat_row(row) for row in all_rows(summary))
+    return to_csv(flat_row(row) for row in all_rows(summary))
 
 
 def curves_csv(runs: Sequence[RunData]) -> str:
     """Every evaluation of every run."""
-    return _to_csv(
+    return to_csv(
         {
             "run": run.id,
             "cell": run.cell,
@@ -83,11 +83,12 @@ def curves_csv(runs: Sequence[RunData]) -> str:
     )
 
 
-def _to_csv(rows: Iterable[dict[str, Any]]) -> str:
+def to_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str] = ()) -> str:
+    """Return rows as CSV. The header is `columns`, or the keys of the first row."""
     rows = list(rows)
     text = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    if rows or columns:
+        writer = csv.DictWriter(text, fieldnames=columns or list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     return text.getvalue()

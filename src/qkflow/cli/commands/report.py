@@ -24,10 +24,10 @@ def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
     from qkflow.studies.runner.study_dir import StudyDir
 
     if is_pace_study(StudyDir(folder).load()):
-        from qkflow.cli.commands import pace_study
-        from qkflow.studies.pace import rebuild_pace_study as rebuild_pace
+        from qkflow.cli.commands.pace_study import report_study
+        from qkflow.studies.pace import rebuild_pace_study
 
-        return pace_study.print_study(rebuild_pace(folder), json)
+        return report_study(rebuild_pace_study(folder), json)
     from qkflow.cli.commands.compare import print_comparison
     from qkflow.studies import rebuild_report
 

@@ -1,5 +1,7 @@
-"""Does a faster query-key circuit sharpen attention on real tasks, and does that explain anything?"""
+"""Pace study: does a faster query-key circuit sharpen attention on a labelled task?"""
 
-from qkflow.studies.pace.config import PaceStudyConfig, PaceStudyResult, rebuild_pace_study, run_pace_study
+from qkflow.studies.pace.config import PaceStudyConfig
+from qkflow.studies.pace.results import PaceStudyResult, PaceSummary
+from qkflow.studies.pace.study import rebuild_pace_study, run_pace_study
 
-__all__ = ["PaceStudyConfig", "PaceStudyResult", "rebuild_pace_study", "run_pace_study"]
+__all__ = ["PaceStudyConfig", "PaceStudyResult", "PaceSummary", "rebuild_pace_study", "run_pace_study"]

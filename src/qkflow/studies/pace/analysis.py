@@ -1,276 +1,302 @@
-"""From a study's runs to its answer: means, paired differences, and what they allow one to say.
+"""Analysis of a pace study: means over seeds, paired differences to r = 1, verdicts.
 
-Runs of one seed share the start of every parameter and the order of every batch, so each ratio is judged by
-its paired differences to r = 1 with the statistics of the lab; Holm's correction is over the ratios, for each
-measure on its own.
+Runs of one seed share the init of every parameter and the order of every batch, so each ratio is judged by
+its paired differences to the baseline. Holm's correction is over the ratios, for each measure separately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from qkflow.studies.pace.recipes import PUBLISHED_RESULTS, get_recipe
+from qkflow.config_io import dataclass_from_dict
+from qkflow.studies.pace.config import BASELINE_RATIO, PaceStudyConfig
+from qkflow.studies.pace.recipes import PUBLISHED_RESULTS, Recipe, get_recipe
+from qkflow.studies.pace.results import (
+    ATTRIBUTION_METHODS,
+    AttributionContrasts,
+    CurvePoint,
+    FailedRun,
+    MeasureSummary,
+    PaceSummary,
+    RatioSummary,
+    RunCounts,
+    RunResult,
+    StudyFacts,
+    Verdict,
+)
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, holm_correction, paired_difference
 from qkflow.studies.verdicts import format_p_value
 
-Result = dict[str, Any]
-BASELINE_RATIO = "1"
+ResultsBySeed = Mapping[int, RunResult]
 
 
-def _deletion_metric(name: str, method: str, k: str = "first") -> Callable[[Result], float]:
-    def read(result: Result) -> float:
-        by_k = result["faithfulness"][method][name]
-        return float(next(iter(by_k.values())) if k == "first" else by_k[k])
-
-    return read
+@dataclass(frozen=True)
+class Measure:
+    title: str
+    read: Callable[[RunResult], float | None]
 
 
-def _aopc_metric(name: str, method: str) -> Callable[[Result], float]:
-    return lambda result: float(result["faithfulness"][method][f"aopc_{name}"])
-
-
-# name → (what it is called, how it is read from a result); the first ones are judged
-MEASURES: dict[str, tuple[str, Callable[[Result], Any]]] = {
-    "performance": ("test performance", lambda result: result["performance"]),
-    "mass": ("attention on the rationale", lambda result: result["mass"]),
-    "confidence": ("attention confidence (AC)", lambda result: result["confidence"]),
-    "comprehensiveness": ("comprehensiveness (rollout)", _deletion_metric("comprehensiveness", "rollout")),
-    "sufficiency": ("sufficiency (rollout)", _deletion_metric("sufficiency", "rollout")),
-    "attention_over_random": (
-        "comprehensiveness of attention over chance",
-        lambda result: (
-            _aopc_metric("comprehensiveness", "attention")(result)
-            - _aopc_metric("comprehensiveness", "random")(result)
-        ),
+MEASURES = {
+    "performance": Measure("test performance", lambda run: run.performance),
+    "mass": Measure("attention on the rationale", lambda run: run.mass),
+    "confidence": Measure("attention confidence (AC)", lambda run: run.confidence),
+    "comprehensiveness": Measure(
+        "comprehensiveness (rollout)", lambda run: run.at_smallest_k("comprehensiveness", "rollout")
     ),
-    "qk_scale": ("query-key scale ‖W_QK‖", lambda result: result["qk_scale"]),
-    "ov_scale": ("output-value scale ‖W_OV‖", lambda result: result["ov_scale"]),
-    "loss": ("test loss", lambda result: result["loss"]),
+    "sufficiency": Measure("sufficiency (rollout)", lambda run: run.at_smallest_k("sufficiency", "rollout")),
+    "attention_over_random": Measure(
+        "comprehensiveness of attention over random",
+        lambda run: run.aopc("comprehensiveness", "attention") - run.aopc("comprehensiveness", "random"),
+    ),
+    "qk_scale": Measure("query-key scale ‖W_QK‖", lambda run: run.circuits["qk_scale"]),
+    "ov_scale": Measure("output-value scale ‖W_OV‖", lambda run: run.circuits["ov_scale"]),
+    "loss": Measure("test loss", lambda run: run.loss),
 }
-ATTRIBUTION_METHODS = ("attention", "rollout", "gradient", "random")
+SENTENCE_MEASURES = ("mass", "confidence", "comprehensiveness", "attention_over_random", "performance")
+HEADLINE_MEASURES = ("mass", "comprehensiveness", "performance")
+CONTRASTS = (
+    ("attention", "random"),
+    ("rollout", "random"),
+    ("gradient", "random"),
+    ("attention", "gradient"),
+)
+MIN_GAIN_OVER_MAJORITY = 0.03  # accuracy; a baseline below it has learned little
 
 
-def analyse(study_dir: StudyDir, study: dict[str, Any]) -> dict[str, Any]:
-    """`summary.json` as a dict."""
-    question = study["config"]
-    results = _results(study_dir, study)
+def analyze(study_dir: StudyDir, study: dict[str, Any]) -> PaceSummary:
+    """Return the summary of the finished runs. `study` is the content of study.yaml."""
+    config = PaceStudyConfig.from_dict(study["config"])
+    facts = dataclass_from_dict(StudyFacts, study["facts"], "facts")
     ratios = list(study["arms"])
     baseline = BASELINE_RATIO if BASELINE_RATIO in ratios else ratios[0]
-    rows = [_row(ratio, results.get(ratio, {}), results.get(baseline, {}), baseline) for ratio in ratios]
-    _apply_holm(rows, question["confidence"])
-    for row in rows:
-        row["sentences"] = _sentences(row, baseline, question["confidence"])
-    failures = [
-        {
-            "ratio": run["cell"],
-            "seed": run["seed"],
-            "error": (study_dir.run_dir(run["id"]).result() or {}).get("error"),
-        }
-        for run in study["runs"]
-        if (study_dir.run_dir(run["id"]).result() or {}).get("status") == "failed"
-    ]
-    published = PUBLISHED_RESULTS.get(question["task"])
-    summary = {
-        "config": question,
-        "command": study["command"],
-        "recipe": study["recipe"],
-        "facts": study["facts"],
-        "baseline": baseline,
-        "rows": rows,
-        "explains": [
-            _attribution_contrasts(ratio, results.get(ratio, {})) for ratio in ratios if results.get(ratio)
+    results = _load_results(study_dir, study)
+    rows = _summarize_ratios(ratios, results, baseline, config.confidence)
+    n_finished = sum(len(by_seed) for by_seed in results.values())
+    counts = RunCounts(len(study["runs"]), n_finished, _failed_runs(study_dir, study))
+    return PaceSummary(
+        config=config,
+        command=study["command"],
+        recipe=Recipe.from_dict(study["recipe"]),
+        facts=facts,
+        baseline=baseline,
+        rows=rows,
+        explains=[
+            attribution_contrasts(ratio, results[ratio], config.confidence)
+            for ratio in ratios
+            if ratio in results
         ],
-        "published": {name: list(values) for name, values in published.items()} if published else None,
-        "runs": {
-            "planned": len(study["runs"]),
-            "finished": sum(len(by_seed) for by_seed in results.values()),
-            "failures": failures,
-        },
-        "curves": _curves(study_dir, study),
-        "environment": _environment(results),
-    }
-    return summary | {"headline": headline(summary), "notes": _notes(summary)}
+        published=PUBLISHED_RESULTS.get(config.task),
+        runs=counts,
+        curves=_metric_curves(study_dir, study),
+        environment=_first_environment(results),
+        headline=_headline(config, rows),
+        notes=_notes(config, facts, rows, baseline, counts),
+    )
 
 
-def _results(study_dir: StudyDir, study: dict[str, Any]) -> dict[str, dict[int, Result]]:
-    """Finished results by ratio and seed."""
-    found: dict[str, dict[int, Result]] = {}
+def _load_results(study_dir: StudyDir, study: dict[str, Any]) -> dict[str, dict[int, RunResult]]:
+    """Return the finished results by ratio and seed."""
+    results: dict[str, dict[int, RunResult]] = {}
     for run in study["runs"]:
         result = study_dir.run_dir(run["id"]).result()
         if result and result.get("status") == "finished":
-            found.setdefault(run["cell"].removeprefix("r="), {})[run["seed"]] = result
-    return found
+            results.setdefault(run["cell"].removeprefix("r="), {})[run["seed"]] = RunResult.from_dict(result)
+    return results
 
 
-def _row(
-    ratio: str, results: dict[int, Result], baseline_results: dict[int, Result], baseline: str
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"ratio": ratio, "seeds": sorted(results), "measures": {}, "heatmap": None}
-    for name, (_, read) in MEASURES.items():
-        values = {seed: read(result) for seed, result in results.items()}
-        values = {seed: value for seed, value in sorted(values.items()) if value is not None}
-        if not values:
-            continue
-        entry: dict[str, Any] = {"mean": fmean(values.values()), "by_seed": list(values.values())}
-        pairs = [seed for seed in values if seed in baseline_results]
-        if ratio != baseline and pairs:
-            theirs = [read(baseline_results[seed]) for seed in pairs]
-            entry["difference"] = asdict(paired_difference([values[seed] for seed in pairs], theirs))
-        row["measures"][name] = entry
-    maps = [result["heatmap"] for result in results.values() if result["heatmap"]]
-    if maps:
-        row["heatmap"] = np.mean(maps, axis=0).tolist()
-    row["deletions"] = _mean_aopc(results)
-    row["seconds"] = fmean(result["seconds"] for result in results.values()) if results else None
-    return row
+def _failed_runs(study_dir: StudyDir, study: dict[str, Any]) -> list[FailedRun]:
+    return [
+        FailedRun(run["cell"], run["seed"], result.get("error"))
+        for run in study["runs"]
+        if (result := study_dir.run_dir(run["id"]).result()) and result.get("status") == "failed"
+    ]
 
 
-def _mean_aopc(results: dict[int, Result]) -> dict[str, dict[str, float]]:
-    """Mean AOPC of each ranking."""
-    if not results:
-        return {}
-    return {
-        source: {
-            name: fmean(_aopc_metric(name, source)(result) for result in results.values())
+def _summarize_ratios(
+    ratios: list[str], results: Mapping[str, ResultsBySeed], baseline: str, confidence: float
+) -> list[RatioSummary]:
+    base = results.get(baseline, {})
+    measures = {
+        ratio: {
+            name: entry
+            for name, measure in MEASURES.items()
+            if (
+                entry := _summarize_measure(
+                    measure, results.get(ratio, {}), {} if ratio == baseline else base, confidence
+                )
+            )
+        }
+        for ratio in ratios
+    }
+    for name in MEASURES:
+        _add_verdicts(name, measures, confidence)
+    return [
+        _summarize_ratio(ratio, results.get(ratio, {}), measures[ratio], baseline, confidence)
+        for ratio in ratios
+    ]
+
+
+def _summarize_measure(
+    measure: Measure, results: ResultsBySeed, baseline_results: ResultsBySeed, confidence: float
+) -> MeasureSummary | None:
+    values = {seed: value for seed in sorted(results) if (value := measure.read(results[seed])) is not None}
+    base = {seed: value for seed, run in baseline_results.items() if (value := measure.read(run)) is not None}
+    if not values:
+        return None
+    paired = [seed for seed in values if seed in base]
+    difference = None
+    if paired:
+        difference = paired_difference(
+            [values[seed] for seed in paired], [base[seed] for seed in paired], confidence
+        )
+    return MeasureSummary(fmean(values.values()), list(values.values()), difference)
+
+
+def _add_verdicts(name: str, measures: dict[str, dict[str, MeasureSummary]], confidence: float) -> None:
+    """Add Holm's correction over the ratios, and the verdicts, to one measure."""
+    compared = {
+        ratio: entry
+        for ratio, by_name in measures.items()
+        if (entry := by_name.get(name)) and entry.difference is not None
+    }
+    corrected = holm_correction([entry.difference.p for entry in compared.values() if entry.difference])
+    for (ratio, entry), p_holm in zip(compared.items(), corrected, strict=True):
+        assert entry.difference is not None
+        verdict = _verdict(entry.difference.mean, entry.difference.pairs, p_holm, confidence)
+        measures[ratio][name] = replace(entry, p_holm=p_holm, verdict=verdict)
+
+
+def _verdict(mean: float, pairs: int, p_holm: float | None, confidence: float) -> Verdict:
+    if pairs < MIN_SEEDS_FOR_VERDICT or p_holm is None:
+        return "no verdict"
+    if p_holm >= 1 - confidence:
+        return "no evidence"
+    return "raises" if mean > 0 else "lowers"
+
+
+def _summarize_ratio(
+    ratio: str, results: ResultsBySeed, measures: dict[str, MeasureSummary], baseline: str, confidence: float
+) -> RatioSummary:
+    runs = list(results.values())
+    heatmaps = [run.heatmap for run in runs if run.heatmap]
+    deletions = {
+        method: {
+            name: fmean(run.aopc(name, method) for run in runs)
             for name in ("comprehensiveness", "sufficiency")
         }
-        for source in ATTRIBUTION_METHODS
+        for method in ATTRIBUTION_METHODS
+        if runs
     }
+    return RatioSummary(
+        ratio=ratio,
+        seeds=sorted(results),
+        measures=measures,
+        heatmap=np.mean(heatmaps, axis=0).tolist() if heatmaps else None,
+        deletions=deletions,
+        seconds=fmean(run.seconds for run in runs) if runs else None,
+        sentences=[
+            _sentence(ratio, MEASURES[name].title, measures[name], baseline, confidence)
+            for name in SENTENCE_MEASURES
+            if name in measures and measures[name].difference
+        ],
+    )
 
 
-def _apply_holm(rows: list[dict[str, Any]], confidence: float) -> None:
-    """Holm over the ratios, for every measure on its own; then the verdict of each."""
-    for name in MEASURES:
-        judged = [row["measures"][name] for row in rows if "difference" in row["measures"].get(name, {})]
-        for entry, corrected in zip(
-            judged, holm_correction([e["difference"]["p"] for e in judged]), strict=True
-        ):
-            difference = entry["difference"]
-            difference["p_holm"] = corrected
-            entry["verdict"] = _verdict(difference, confidence)
+def attribution_contrasts(ratio: str, results: ResultsBySeed, confidence: float) -> AttributionContrasts:
+    """Compare the comprehensiveness (AOPC) of attribution methods, paired by seed.
 
-
-def _verdict(difference: dict[str, Any], confidence: float) -> str:
-    if difference["pairs"] < MIN_SEEDS_FOR_VERDICT or difference["p_holm"] is None:
-        return "no verdict"
-    if difference["p_holm"] >= 1 - confidence:
-        return "no evidence"
-    return "raises" if difference["mean"] > 0 else "lowers"
-
-
-def _attribution_contrasts(ratio: str, results: dict[int, Result]) -> dict[str, Any]:
-    """Does deleting what a ranking puts first matter more than deleting at random?
-
-    A ranking explains if its comprehensiveness (AOPC) is above that of a random one. Gradients are the
-    yardstick of what can be had.
+    A method explains predictions if it is above random. The gradient shows what is attainable.
     """
-    seeds = sorted(results)
-    by_source = {
-        s: [_aopc_metric("comprehensiveness", s)(results[seed]) for seed in seeds]
-        for s in ATTRIBUTION_METHODS
-    }
-    pairs = [
-        ("attention", "random"),
-        ("rollout", "random"),
-        ("gradient", "random"),
-        ("attention", "gradient"),
-    ]
-    found: dict[str, Any] = {"ratio": ratio}
-    for one, other in pairs:
-        difference = asdict(paired_difference(by_source[one], by_source[other]))
-        found[f"{one}_{other}"] = {name: difference[name] for name in ("mean", "low", "high", "p", "pairs")}
-    return found
+    runs = [results[seed] for seed in sorted(results)]
+    aopc = {method: [run.aopc("comprehensiveness", method) for run in runs] for method in ATTRIBUTION_METHODS}
+    return AttributionContrasts(
+        ratio, {f"{a}_{b}": paired_difference(aopc[a], aopc[b], confidence) for a, b in CONTRASTS}
+    )
 
 
-def _sentences(row: dict[str, Any], baseline: str, confidence: float) -> list[str]:
-    said = []
-    for name in ("mass", "confidence", "comprehensiveness", "attention_over_random", "performance"):
-        entry = row["measures"].get(name, {})
-        if "difference" in entry:
-            said.append(_sentence(row["ratio"], name, entry, baseline, confidence))
-    return said
+def _sentence(ratio: str, title: str, entry: MeasureSummary, baseline: str, confidence: float) -> str:
+    difference = entry.difference
+    assert difference is not None
+    size = f"{difference.mean:+.3f}".replace("-", "−")
+    if entry.verdict == "no verdict" or entry.p_holm is None:
+        return (
+            f"r = {ratio}: no verdict on {title} from {difference.pairs} paired seed(s); difference {size}."
+        )
+    details = (
+        f"{100 * confidence:.3g}% interval {difference.low:+.3f} to {difference.high:+.3f}, "
+        f"{difference.pairs} paired seeds, {format_p_value(entry.p_holm)}"
+    ).replace("-", "−")
+    if entry.verdict == "no evidence":
+        return f"r = {ratio}: no evidence of an effect on {title} ({size}; {details})."
+    return f"r = {ratio} {entry.verdict} {title} by {size.lstrip('+−')} against r = {baseline} ({details})."
 
 
-def _sentence(ratio: str, name: str, entry: dict[str, Any], baseline: str, confidence: float) -> str:
-    difference, what = entry["difference"], MEASURES[name][0]
-    size = f"{difference['mean']:+.3f}".replace("-", "−")
-    if entry["verdict"] == "no verdict":
-        pairs = difference["pairs"]
-        return f"r = {ratio}: no verdict on {what} from {pairs} paired seed(s); it differs by {size}."
-    inside = f"{100 * confidence:.3g}% interval {difference['low']:+.3f} to {difference['high']:+.3f}, "
-    inside += f"{difference['pairs']} paired seeds, {format_p_value(difference['p_holm'])}"
-    inside = inside.replace("-", "−")
-    if entry["verdict"] == "no evidence":
-        return f"r = {ratio}: no evidence that it changes {what} ({size}; {inside})."
-    return f"r = {ratio} {entry['verdict']} {what} by {size.lstrip('+−')} against r = {baseline} ({inside})."
-
-
-_DIRECTIONS = {"raises": "higher", "lowers": "lower"}
-
-
-def headline(summary: dict[str, Any]) -> str:
-    """The study in one or two sentences."""
+def _headline(config: PaceStudyConfig, rows: list[RatioSummary]) -> str:
+    """Summarize the verdicts on the main measures."""
+    directions = {"raises": "higher", "lowers": "lower"}
     parts = []
-    for name in ("mass", "comprehensiveness", "performance"):
+    for name in HEADLINE_MEASURES:
         by_verdict: dict[str, list[str]] = {}
-        for row in summary["rows"]:
-            verdict = row["measures"].get(name, {}).get("verdict")
-            if verdict is not None:
-                by_verdict.setdefault(_DIRECTIONS.get(verdict, verdict), []).append(row["ratio"])
-        told = [f"{verdict} at r = {', '.join(ratios)}" for verdict, ratios in by_verdict.items()]
-        parts += [f"{MEASURES[name][0]}: {', '.join(told)}"] if told else []
-    mode = "as published, confounds included" if summary["config"]["as_published"] else "one knob turned"
-    where = f"{summary['config']['task']}, {mode}"
-    return f"{where}. {'; '.join(parts)}." if parts else f"{where}: nothing to compare yet."
+        for row in rows:
+            if name in row.measures and (verdict := row.measures[name].verdict):
+                by_verdict.setdefault(directions.get(verdict, verdict), []).append(row.ratio)
+        if by_verdict:
+            verdicts = [f"{verdict} at r = {', '.join(ratios)}" for verdict, ratios in by_verdict.items()]
+            parts.append(f"{MEASURES[name].title}: {', '.join(verdicts)}")
+    setting = "as published, confounds included" if config.as_published else "single knob"
+    if not parts:
+        return f"{config.task}, {setting}: nothing to compare yet."
+    return f"{config.task}, {setting}. {'; '.join(parts)}."
 
 
-def _notes(summary: dict[str, Any]) -> list[str]:
-    """What a reader must know before believing the numbers."""
-    notes = [f"{count} {what}" for what, count in summary["facts"]["notes"].items() if count]
-    base = next((row for row in summary["rows"] if row["ratio"] == summary["baseline"]), None)
-    majority = summary["facts"]["majority"]
-    got = base["measures"].get("performance", {}).get("mean") if base else None
-    if got is not None and majority is not None and got < majority + 0.03:
-        notes.insert(0, f"the baseline has hardly learnt: it is right on {got:.1%} of the test texts, always "
-                        f"guessing the commonest class on {majority:.1%}")  # fmt: skip
-    if summary["config"]["as_published"]:
-        changed = get_recipe(summary["config"]["task"], True).confounds.describe()
-        notes.insert(0, f"as published, more changes than r: {changed}; differences are not of r alone")
-    failed = summary["runs"]["failures"]
-    notes += [f"{one['ratio']} seed {one['seed']} failed: {one['error']}" for one in failed]
-    if summary["config"]["seeds"] < MIN_SEEDS_FOR_VERDICT:
+def _notes(
+    config: PaceStudyConfig, facts: StudyFacts, rows: list[RatioSummary], baseline: str, runs: RunCounts
+) -> list[str]:
+    """Return the caveats that limit what the numbers mean, the most important first."""
+    notes = []
+    if config.as_published:
+        confounds = get_recipe(config.task, True).confounds.describe()
+        notes.append(f"as published, r is not the only change: {confounds}; differences have several causes")
+    base = next((row for row in rows if row.ratio == baseline), None)
+    performance = base.measures.get("performance") if base else None
+    majority = facts.majority
+    if performance and majority is not None and performance.mean < majority + MIN_GAIN_OVER_MAJORITY:
+        notes.append(
+            f"the baseline has learned little: its test accuracy is {performance.mean:.1%}, that of always "
+            f"predicting the most frequent class {majority:.1%}"
+        )
+    notes += [f"{count} {issue}" for issue, count in facts.notes.items() if count]
+    notes += [f"{failed.ratio} seed {failed.seed} failed: {failed.error}" for failed in runs.failures]
+    if config.seeds < MIN_SEEDS_FOR_VERDICT:
         notes.append(f"a verdict needs at least {MIN_SEEDS_FOR_VERDICT} seeds")
     return notes
 
 
-def _curves(study_dir: StudyDir, study: dict[str, Any]) -> dict[str, dict[str, list[tuple[float, ...]]]]:
-    """Ratio → measure → rows (step, mean, lowest, highest over seeds)."""
-    looks: dict[str, dict[str, dict[int, list[float]]]] = {}
+def _metric_curves(study_dir: StudyDir, study: dict[str, Any]) -> dict[str, dict[str, list[CurvePoint]]]:
+    """Return ratio → metric → points of the evaluations during training."""
+    by_ratio: dict[str, dict[str, dict[int, list[float]]]] = {}
     for run in study["runs"]:
-        ratio = run["cell"].removeprefix("r=")
+        metrics = by_ratio.setdefault(run["cell"].removeprefix("r="), {})
         for row in study_dir.run_dir(run["id"]).metrics().get("eval", []):
             for name, value in row.items():
                 if isinstance(value, float):
-                    looks.setdefault(ratio, {}).setdefault(name, {}).setdefault(row["step"], []).append(value)
+                    metrics.setdefault(name, {}).setdefault(row["step"], []).append(value)
     return {
         ratio: {
-            name: [_mean_min_max(step, values) for step, values in sorted(by_step.items())]
-            for name, by_step in names.items()
+            name: [(float(step), fmean(v), min(v), max(v)) for step, v in sorted(by_step.items())]
+            for name, by_step in metrics.items()
         }
-        for ratio, names in looks.items()
+        for ratio, metrics in by_ratio.items()
+        if metrics
     }
 
 
-def _mean_min_max(step: int, values: Sequence[float]) -> tuple[float, ...]:
-    return (float(step), fmean(values), min(values), max(values))
-
-
-def _environment(results: dict[str, dict[int, Result]]) -> dict[str, Any]:
-    first = next((result for by_seed in results.values() for result in by_seed.values()), None)
-    return dict(first["environment"]) if first else {}
+def _first_environment(results: Mapping[str, ResultsBySeed]) -> dict[str, Any]:
+    first = next((run for by_seed in results.values() for run in by_seed.values()), None)
+    return dict(first.environment) if first else {}

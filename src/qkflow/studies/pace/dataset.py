@@ -1,4 +1,4 @@
-"""A task's examples as token ids, for all runs of a study: made once, kept in one file of its folder."""
+"""Encoded examples of a task: built once per study, saved in one file that all of its runs read."""
 
 from __future__ import annotations
 
@@ -16,78 +16,86 @@ from qkflow.data.tasks.examples import Example, Span, TaskDataset, is_hub_source
 from qkflow.data.tokenizer import bpe_vocab_size, train_bpe
 from qkflow.errors import InputError
 from qkflow.files import write_atomic
+from qkflow.studies.pace.config import GENERATED_SOURCE
 from qkflow.studies.pace.recipes import Recipe
 
-UNK_TOKEN_ID = 1  # 0 pads
-TEST_FRACTION = 0.1  # share of a set that comes without a test split
+UNK_TOKEN_ID = 1  # of word tokenizers; 0 is padding
+TEST_FRACTION = 0.1  # held out of a source without a test split
+DEFAULT_GENERATED_EXAMPLES = 10_000
 _SPLIT_SEED = 20_260_808
-EncodeFn = Callable[[str], tuple[list[int], list[Span]]]
 
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """A text as ids; its class, or the ids of its answer; per annotator which tokens they marked."""
+    """Token ids of one example, with its class or answer, and one token mask per annotator."""
 
     name: str
     ids: list[int]
     label: int = -1
     answer_ids: list[int] = field(default_factory=list)
     rationales: list[list[bool]] = field(default_factory=list)
-    reference_answers: list[str] = field(default_factory=list)  # the answers that count as right
+    reference_answers: list[str] = field(default_factory=list)
 
     @property
     def has_rationale(self) -> bool:
-        return any(any(marks) for marks in self.rationales)
+        return any(any(mask) for mask in self.rationales)
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """What every run of a study reads."""
+    """Encoded training and test examples of a study."""
 
-    classes: list[str]  # none where texts are answered
+    classes: list[str]  # empty if answers are generated
     vocab_size: int
-    eos_token_id: int  # the token that ends an answer
+    eos_token_id: int
     train: list[EncodedExample]
     test: list[EncodedExample]
-    token_texts: list[str]  # the text of every token, to write answers with
-    n_annotators: int  # of a text, the most there are
+    token_texts: list[str]  # text of every token, to decode answers
+    n_annotators: int  # maximum per example
     issue_counts: dict[str, int]
 
     @property
     def mean_length(self) -> int:
-        return max(
-            1, round(sum(len(each.ids) + len(each.answer_ids) for each in self.train) / len(self.train))
-        )
+        """Return the mean tokens per training example, answer included."""
+        tokens = sum(len(example.ids) + len(example.answer_ids) for example in self.train)
+        return max(1, round(tokens / len(self.train)))
 
     def majority_accuracy(self) -> float | None:
-        """How often always guessing the commonest class is right on the test texts."""
+        """Return the test accuracy of always predicting the most frequent training class."""
         if not self.classes:
             return None
-        ((guess, _),) = Counter(item.label for item in self.train).most_common(1)
-        return sum(item.label == guess for item in self.test) / len(self.test)
+        ((majority, _),) = Counter(example.label for example in self.train).most_common(1)
+        return sum(example.label == majority for example in self.test) / len(self.test)
 
     def dump(self) -> bytes:
         plain = {
             **self.__dict__,
-            "train": [_to_row(x) for x in self.train],
-            "test": [_to_row(x) for x in self.test],
+            "train": [_to_row(example) for example in self.train],
+            "test": [_to_row(example) for example in self.test],
         }
         return json.dumps(plain, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def _to_row(example: EncodedExample) -> list[Any]:
-    marks = [[place for place, marked in enumerate(each) if marked] for each in example.rationales]
-    return [example.name, example.ids, example.label, example.answer_ids, marks, example.reference_answers]
+    marked = [[i for i, is_marked in enumerate(mask) if is_marked] for mask in example.rationales]
+    return [
+        example.name,
+        example.ids,
+        example.label,
+        example.answer_ids,
+        marked,
+        example.reference_answers,
+    ]
 
 
 def _from_row(row: list[Any]) -> EncodedExample:
-    name, ids, label, answer, marks, truth = row
-    masks = [[place in set(each) for place in range(len(ids))] for each in marks]
-    return EncodedExample(name, ids, label, answer, masks, truth)
+    name, ids, label, answer_ids, marked, reference_answers = row
+    masks = [[i in positions for i in range(len(ids))] for positions in map(set, marked)]
+    return EncodedExample(name, ids, label, answer_ids, masks, reference_answers)
 
 
 def save_task_data(data: TaskData, folder: Path) -> str:
-    """Write the data if it is not there; the name of its file, which tells its content."""
+    """Write the data unless it exists. Return the file name, which contains a hash of the content."""
     content = data.dump()
     name = f"data-{hashlib.sha256(content).hexdigest()[:12]}.json"
     if not (folder / name).is_file():
@@ -104,178 +112,190 @@ def load_task_data(path: Path) -> TaskData:
 
 @dataclass(frozen=True)
 class DataLimits:
-    """Which texts, and how many of them."""
+    """Selection of the examples of a task."""
 
     as_published: bool = False
-    max_train_examples: int | None = None  # most training texts
-    max_test_examples: int = 1000  # most test texts
-    window: int = 200  # of SQuAD: characters of context either side of an answer
-
-    @classmethod
-    def from_config(cls, config: Any) -> DataLimits:
-        return cls(config.as_published, config.examples, config.test, config.window)
+    max_train_examples: int | None = None
+    max_test_examples: int = 1000
+    window: int = 200  # SQuAD: characters of context on either side of an answer
 
 
 def prepare_task_data(task: str, source: str, recipe: Recipe, limits: DataLimits) -> TaskData:
-    """Read a task, hold texts out where it has no test split, and encode it."""
-    training, testing, notes = _load_train_test(task, source, limits)
-    kept, held = (
-        _drop_unlabelled(each, notes, where) for each, where in ((training, "training"), (testing, "test"))
-    )
-    repeated = {each.text for each in kept}
-    fresh = [each for each in held if each.text not in repeated]
-    notes["test texts dropped: also in training"] += len(held) - len(fresh)
-    if not fresh:
-        raise InputError(f"no text of {source} is left to test on: give more examples")
-    encode, vocabulary, end, pieces = _build_tokenizer(recipe.tokenizer, kept)
-    classes = [] if recipe.generates_answer else sorted({str(each.label) for each in kept})
+    """Load a task, hold out test examples if it has no test split, and encode it."""
+    train, test, issue_counts = _load_train_test(task, source, limits)
+    train = _drop_unlabelled(train, issue_counts, "training")
+    test = _drop_unlabelled(test, issue_counts, "test")
+    train_texts = {example.text for example in train}
+    unseen = [example for example in test if example.text not in train_texts]
+    issue_counts["test examples dropped: also in training"] += len(test) - len(unseen)
+    if not unseen:
+        raise InputError(
+            f"{source} leaves no test example that is not in training: give more examples",
+            code="no-test-examples",
+        )
+    classes = [] if recipe.generates_answer else sorted({str(example.label) for example in train})
     if not recipe.generates_answer and len(classes) < 2:
-        raise InputError(f"{source} has one class only ({', '.join(classes)}): there is nothing to learn")
-    encoder = _ExampleEncoder(encode, classes, end, recipe, notes)
-    items = {name: encoder.encode_all(part) for name, part in (("train", kept), ("test", fresh))}
-    notes["test texts without a rationale"] += sum(not item.has_rationale for item in items["test"])
-    annotators = max((int(each.metadata.get("annotators", 1)) for each in fresh), default=1)
+        raise InputError(
+            f"{source} has a single class ({', '.join(classes)}): a classifier needs at least two",
+            code="single-class",
+        )
+    tokenizer = _build_tokenizer(recipe.tokenizer, train)
+    encoder = _ExampleEncoder(tokenizer, classes, recipe, issue_counts)
+    encoded_train, encoded_test = encoder.encode_all(train), encoder.encode_all(unseen)
+    issue_counts["test examples without a rationale"] += sum(not each.has_rationale for each in encoded_test)
     return TaskData(
-        classes,
-        vocabulary,
-        end,
-        items["train"],
-        items["test"],
-        pieces,
-        annotators,
-        dict(sorted(notes.items())),
+        classes=classes,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        train=encoded_train,
+        test=encoded_test,
+        token_texts=tokenizer.token_texts,
+        n_annotators=max(int(example.metadata.get("annotators", 1)) for example in unseen),
+        issue_counts=dict(sorted(issue_counts.items())),
     )
 
 
 def _load_train_test(
     task: str, source: str, limits: DataLimits
 ) -> tuple[list[Example], list[Example], Counter[str]]:
-    """Training and test examples, and what their loaders had to say."""
-    notes: Counter[str] = Counter()
+    """Return training and test examples, and the issue counts of their loaders."""
     if task == "agreement":
-        limit = (
-            (limits.max_train_examples or 10_000) + limits.max_test_examples if source == "generate" else None
-        )
-        loaded = [tasks.load(task, source, as_published=limits.as_published, limit=limit)]
+        n_train = limits.max_train_examples or DEFAULT_GENERATED_EXAMPLES
+        limit = n_train + limits.max_test_examples if source == GENERATED_SOURCE else None
+        splits = [tasks.load(task, source, as_published=limits.as_published, limit=limit)]
     elif task == "squad":
-        loaded = _load_splits(
+        splits = _load_splits(
             task, source, window=limits.window, shift_window=not limits.as_published, relocate=True
         )
     else:
-        loaded = _load_splits(task, source)
-    for part in loaded:
-        notes.update(part.issue_counts)
-    if len(loaded) == 2:
-        training, testing = loaded[0].examples, loaded[1].examples
-        random.Random(_SPLIT_SEED).shuffle(testing)
+        splits = _load_splits(task, source)
+    issue_counts: Counter[str] = Counter()
+    for split in splits:
+        issue_counts.update(split.issue_counts)
+    if len(splits) == 2:
+        train, test = splits[0].examples, splits[1].examples
+        random.Random(_SPLIT_SEED).shuffle(test)
     else:
-        training, testing = _hold_out(
-            loaded[0].examples, keep_order=task == "squad", max_test_examples=limits.max_test_examples
-        )
-    random.Random(_SPLIT_SEED).shuffle(training)
-    return training[: limits.max_train_examples], testing[: limits.max_test_examples], notes
+        train, test = _hold_out(splits[0].examples, task == "squad", limits.max_test_examples)
+    random.Random(_SPLIT_SEED).shuffle(train)
+    return train[: limits.max_train_examples], test[: limits.max_test_examples], issue_counts
 
 
 def _load_splits(task: str, source: str, **options: Any) -> list[TaskDataset]:
-    """The training and validation splits; of a single file, or where one is missing, all there is."""
+    """Load the training and validation splits; a single dataset if the source has only one."""
     if is_hub_source(source) or Path(source).is_dir():
-        found = []
+        splits = []
         for split in ("train", "validation"):
             try:
-                found.append(tasks.load(task, source, split=split, **options))
+                splits.append(tasks.load(task, source, split=split, **options))
             except InputError as error:
                 if error.code != "split-not-found":
                     raise
-        if found:
-            return found[:1] if any(part.undivided for part in found) else found
+        if splits:
+            return splits[:1] if any(split.undivided for split in splits) else splits
     return [tasks.load(task, source, **options)]
 
 
 def _hold_out(
-    examples: list[Example], keep_order: bool, max_test_examples: int
+    examples: Sequence[Example], keep_order: bool, max_test_examples: int
 ) -> tuple[list[Example], list[Example]]:
-    """A share for testing; in order, where neighbours tell of each other (questions on one article)."""
+    """Split off test examples. `keep_order` takes the last ones, so that few articles are in both splits."""
     examples = list(examples)
+    n_test = round(TEST_FRACTION * len(examples))
     if not keep_order:
         random.Random(_SPLIT_SEED).shuffle(examples)
-    cut = (
-        max(1, min(max_test_examples, round(TEST_FRACTION * len(examples))))
-        if not keep_order
-        else round(TEST_FRACTION * len(examples))
-    )
-    testing = examples[len(examples) - cut :]
-    random.Random(_SPLIT_SEED).shuffle(testing)
-    return examples[: len(examples) - cut], testing
+        n_test = max(1, min(max_test_examples, n_test))
+    n_train = len(examples) - n_test
+    test = examples[n_train:]
+    random.Random(_SPLIT_SEED).shuffle(test)
+    return examples[:n_train], test
 
 
 def _drop_unlabelled(examples: Sequence[Example], issue_counts: Counter[str], split: str) -> list[Example]:
-    kept = [each for each in examples if each.label is not None]
-    issue_counts[f"unlabelled {split} texts dropped"] += len(examples) - len(kept)
-    if not kept:
-        raise InputError(f"no {split} text has a label: a study needs labels to learn from and to test on")
-    return kept
+    labelled = [example for example in examples if example.label is not None]
+    issue_counts[f"unlabelled {split} examples dropped"] += len(examples) - len(labelled)
+    if not labelled:
+        raise InputError(
+            f"no {split} example has a label: a study needs labels for training and test", code="no-labels"
+        )
+    return labelled
+
+
+@dataclass(frozen=True)
+class _Tokenizer:
+    encode: Callable[[str], tuple[list[int], list[Span]]]  # text → token ids, character offsets
+    vocab_size: int
+    eos_token_id: int = 0
+    token_texts: list[str] = field(default_factory=list)
+
+
+def _build_tokenizer(spec: str, train: Sequence[Example]) -> _Tokenizer:
+    """Train a BPE tokenizer (`bpe:SIZE`), or collect the words that occur more than once (`words`)."""
+    size = bpe_vocab_size(spec)
+    if size is not None:
+        bpe = train_bpe((example.text for example in train), size)
+
+        def encode_bpe(text: str) -> tuple[list[int], list[Span]]:
+            encoding = bpe.backend_tokenizer.encode(text, add_special_tokens=False)
+            return encoding.ids, encoding.offsets
+
+        token_texts = [bpe.decode([token]) for token in range(bpe.vocab_size)]
+        return _Tokenizer(encode_bpe, bpe.vocab_size, bpe.eos_token_id, token_texts)
+    counts = Counter(
+        word for example in train for word in f"{example.text} {example.text_pair or ''}".lower().split()
+    )
+    words = [word for word, count in sorted(counts.items()) if count > 1]
+    word_ids = {word: token for token, word in enumerate(words, start=UNK_TOKEN_ID + 1)}
+
+    def encode_words(text: str) -> tuple[list[int], list[Span]]:
+        spans = word_spans(text)
+        return [word_ids.get(text[start:end].lower(), UNK_TOKEN_ID) for start, end in spans], spans
+
+    return _Tokenizer(encode_words, len(words) + UNK_TOKEN_ID + 1)
 
 
 @dataclass
 class _ExampleEncoder:
-    encode: EncodeFn
+    tokenizer: _Tokenizer
     classes: list[str]
-    eos_token_id: int
     recipe: Recipe
     issue_counts: Counter[str]
 
     def encode_all(self, examples: Sequence[Example]) -> list[EncodedExample]:
-        found = [item for each in examples if (item := self.encode_example(each)) is not None]
-        if not found:
-            raise InputError(f"every text is longer than {self.recipe.max_length} tokens")
-        return found
-
-    def encode_example(self, example: Example) -> EncodedExample | None:
-        text = example.text if example.text_pair is None else f"{example.text} </s> {example.text_pair}"
-        ids, offsets = self.encode(text)
-        masks = [token_mask(offsets, spans) for spans in example.rationales]
-        if self.recipe.generates_answer:
-            answer = [*self.encode(f" {example.label}")[0], self.eos_token_id]
-            if len(ids) + len(answer) > self.recipe.max_length:  # cut short, it would not ask for an answer
-                self.issue_counts["texts dropped: longer than the model reads"] += 1
-                return None
-            truth = [str(each) for each in example.metadata.get("answers", [example.label])]
-            return EncodedExample(
-                example.name, ids, answer_ids=answer, rationales=masks, reference_answers=truth
+        encode = self._encode_answer if self.recipe.generates_answer else self._encode_class
+        encoded = [result for example in examples if (result := encode(example)) is not None]
+        if not encoded:
+            raise InputError(
+                f"every example is longer than the {self.recipe.max_length} tokens of the recipe",
+                code="examples-too-long",
             )
-        if str(example.label) not in self.classes:
-            self.issue_counts["test texts dropped: of a class not in training"] += 1
+        return encoded
+
+    def _encode_text(self, example: Example) -> tuple[list[int], list[list[bool]]]:
+        text = example.text if example.text_pair is None else f"{example.text} </s> {example.text_pair}"
+        ids, offsets = self.tokenizer.encode(text)
+        return ids, [token_mask(offsets, spans) for spans in example.rationales]
+
+    def _encode_answer(self, example: Example) -> EncodedExample | None:
+        """Encode text and answer. A text that is too long is dropped: truncated, it would lose its prompt."""
+        ids, masks = self._encode_text(example)
+        answer_ids = [*self.tokenizer.encode(f" {example.label}")[0], self.tokenizer.eos_token_id]
+        if len(ids) + len(answer_ids) > self.recipe.max_length:
+            self.issue_counts["examples dropped: longer than the model reads"] += 1
             return None
-        longest = self.recipe.max_length
-        self.issue_counts["texts cut short"] += len(ids) > longest
-        label = self.classes.index(str(example.label))
+        references = [str(answer) for answer in example.metadata.get("answers", [example.label])]
         return EncodedExample(
-            example.name, ids[:longest], label, rationales=[mask[:longest] for mask in masks]
+            example.name, ids, answer_ids=answer_ids, rationales=masks, reference_answers=references
         )
 
-
-def _build_tokenizer(spec: str, training: Sequence[Example]) -> tuple[EncodeFn, int, int, list[str]]:
-    """How to encode, the vocabulary's size, the token that ends an answer, the text of every token."""
-    size = bpe_vocab_size(spec)
-    if size is not None:
-        bpe = train_bpe((each.text for each in training), size)
-
-        def encode_bpe(text: str) -> tuple[list[int], list[Span]]:
-            found = bpe.backend_tokenizer.encode(text, add_special_tokens=False)
-            return found.ids, found.offsets
-
-        pieces = [bpe.decode([token]) for token in range(bpe.vocab_size)]
-        return encode_bpe, bpe.vocab_size, bpe.eos_token_id, pieces
-    counts = Counter(word for each in training for word in _split_words(each))
-    known = [word for word, count in sorted(counts.items()) if count > 1]
-    places = {word: place for place, word in enumerate(known, start=UNK_TOKEN_ID + 1)}
-
-    def encode_words(text: str) -> tuple[list[int], list[Span]]:
-        spans = word_spans(text)
-        return [places.get(text[start:end].lower(), UNK_TOKEN_ID) for start, end in spans], spans
-
-    return encode_words, len(known) + UNK_TOKEN_ID + 1, 0, []
-
-
-def _split_words(example: Example) -> list[str]:
-    return f"{example.text} {example.text_pair or ''}".lower().split()
+    def _encode_class(self, example: Example) -> EncodedExample | None:
+        if str(example.label) not in self.classes:
+            self.issue_counts["test examples dropped: of a class not in training"] += 1
+            return None
+        ids, masks = self._encode_text(example)
+        max_length = self.recipe.max_length
+        self.issue_counts["examples truncated"] += len(ids) > max_length
+        label = self.classes.index(str(example.label))
+        return EncodedExample(
+            example.name, ids[:max_length], label, rationales=[mask[:max_length] for mask in masks]
+        )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from qkflow.errors import unknown
 from qkflow.hf.parameter_roles import QK_ROLES
 from qkflow.roles import freeze_roles, parameter_roles
+from qkflow.studies.pace.config import PaceTrainConfig
 from qkflow.training.optimizer import AdamW, LRMultiplier, ParamGroup, clip_grad_norm, parameter_groups
 from qkflow.training.pace import parse_ratio_schedule
 
@@ -43,24 +42,18 @@ class SGD(AdamW):
 OPTIMIZERS: dict[str, type[AdamW]] = {"adamw": AdamW, "sgd": SGD}
 
 
-def build_optimizer(model: nn.Module, train_config: Mapping[str, Any]) -> Optimizer:
-    """What a run's `train` section asks for; only `ratio` differs between the runs of a single-knob study."""
-    if train_config["optimizer"] not in OPTIMIZERS:
-        raise unknown("optimizer", train_config["optimizer"], OPTIMIZERS)
-    steps = int(train_config["steps"])
-    schedule = parse_ratio_schedule(train_config["ratio"], steps)
-    others = float(train_config["others"])
+def build_optimizer(model: nn.Module, config: PaceTrainConfig) -> Optimizer:
+    """Build the optimizer of a run. The query-key groups follow the schedule of its ratio."""
+    schedule = parse_ratio_schedule(config.ratio, config.steps)
     present = set(parameter_roles(model).values())
-    multipliers: dict[str, LRMultiplier] = dict.fromkeys(present, others)
-    paced = [*QK_ROLES, *(["embed"] if train_config["embed"] else [])]
+    multipliers: dict[str, LRMultiplier] = dict.fromkeys(present, config.other_lr_scale)
+    paced = [*QK_ROLES, *(["embed"] if config.scale_embed_lr else [])]
     for role in present.intersection(paced):
-        multipliers[role] = lambda progress: others * schedule(round(progress * steps))
-    if train_config["freeze"]:
-        freeze_roles(model, train_config["freeze"])
-    groups = parameter_groups(
-        model, float(train_config["lr"]), float(train_config["weight_decay"]), multipliers
-    )
-    return OPTIMIZERS[train_config["optimizer"]](groups)
+        multipliers[role] = lambda progress: config.other_lr_scale * schedule(round(progress * config.steps))
+    if config.freeze:
+        freeze_roles(model, config.freeze)
+    groups = parameter_groups(model, config.lr, config.weight_decay, multipliers)
+    return OPTIMIZERS[config.optimizer](groups)
 
 
 def base_lr(lr: float, step: int, steps: int) -> float:

@@ -1,53 +1,57 @@
-"""How each task is trained: our single-knob setting, and the authors' with everything else they changed.
+"""Training recipes per task: the single-knob setting, and the published one with its confounds.
 
-The configurations, confounds and figures "as published" are those of Vashisht & Ramaswamy (ICML 2026,
-arXiv 2608.06776): of their poster and of their public notebooks. The models here are our pre-norm decoders of
-the published shape; theirs have no norms, for agreement neither residual nor MLP, and start SQuAD from GloVe.
+The published settings, confounds and results are those of Vashisht & Ramaswamy (ICML 2026, arXiv 2608.06776):
+their poster and public notebooks. The models here are pre-norm decoders of the published shape. Theirs have
+no norms, no residual and no MLP for agreement, and GloVe embeddings at init for SQuAD.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
+from qkflow.config_io import dataclass_from_dict
 from qkflow.data.tasks import TASKS
 from qkflow.errors import unknown
+
+OptimizerName = Literal["adamw", "sgd"]
 
 
 @dataclass(frozen=True)
 class Confounds:
-    """What "faster" also changed in the authors' code, besides the rate of the query-key circuit."""
+    """Changes of the published "faster" setting besides the query-key learning rate."""
 
-    scale_embed_lr: bool = False  # the embeddings learn r times as fast too
-    weight_decay: float | None = None  # instead of the baseline's
-    freeze: tuple[str, ...] = ()  # roles left out of the optimizer
-    other_lr_scale: float = 1.0  # factor of every other learning rate
+    scale_embed_lr: bool = False  # the embedding learning rate is multiplied by r too
+    weight_decay: float | None = None  # replaces the weight decay of the baseline
+    freeze: tuple[str, ...] = ()  # frozen roles
+    other_lr_scale: float = 1.0  # factor on every other learning rate
 
     def describe(self) -> str:
-        said = ["the embeddings learn r times as fast too"] if self.scale_embed_lr else []
-        said += [f"weight decay becomes {self.weight_decay:g}"] if self.weight_decay is not None else []
-        said += [f"{' and '.join(self.freeze)} weights stay as they start"] if self.freeze else []
-        said += (
-            [f"every other rate becomes {self.other_lr_scale:g} of the baseline's"]
-            if self.other_lr_scale != 1
-            else []
-        )
-        return "; ".join(said)
+        parts = []
+        if self.scale_embed_lr:
+            parts.append("the embedding learning rate is multiplied by r too")
+        if self.weight_decay is not None:
+            parts.append(f"weight decay is {self.weight_decay:g}")
+        if self.freeze:
+            parts.append(f"{' and '.join(self.freeze)} weights are frozen")
+        if self.other_lr_scale != 1:
+            parts.append(f"every other learning rate is {self.other_lr_scale:g} times that of the baseline")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One task's model, optimizer and measures."""
+    """Model, optimizer and measures of one task."""
 
-    generates_answer: bool = False  # text is continued by an answer, instead of put into a class
+    generates_answer: bool = False  # generate the answer as text instead of predicting a class
     n_layers: int = 1
     dim: int = 64
     n_heads: int = 4
     head_dim: int | None = 64
     hidden_dim: int = 256
     tokenizer: str = "words"
-    max_length: int = 128  # tokens of a text
-    optimizer: str = "adamw"
+    max_length: int = 128  # tokens per example
+    optimizer: OptimizerName = "adamw"
     lr: float = 1e-3
     weight_decay: float = 1e-2
     clip: float = 1.0
@@ -55,9 +59,19 @@ class Recipe:
     epochs: float = 5
     ratios: tuple[str, ...] = ("1", "3", "10", "30")
     threshold: float = 0.33  # of attention confidence
-    ks: tuple[float, ...] = (5.0, 10.0, 20.0, 50.0)
-    measured: int = 300  # texts whose attention is measured
+    ks: tuple[float, ...] = (5.0, 10.0, 20.0, 50.0)  # deleted tokens, %
+    measured: int = 300  # test examples whose attention is measured
     confounds: Confounds = field(default_factory=Confounds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields but `confounds` as plain data."""
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+        del plain["confounds"]
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+        return dataclass_from_dict(cls, values, "recipe")
 
 
 _AGREEMENT = Recipe(threshold=0.1)
@@ -113,7 +127,7 @@ PUBLISHED_RECIPES: dict[str, Recipe] = {
     ),
 }
 
-# Task → measure → (baseline, faster); test performance is accuracy, for SQuAD F1 of the written answer.
+# Task → measure → (baseline, faster). Performance is accuracy, for SQuAD the F1 of the generated answer.
 PUBLISHED_RESULTS: dict[str, dict[str, tuple[float, float]]] = {
     "squad": {
         "performance": (0.5611, 0.5686),
@@ -134,10 +148,10 @@ PUBLISHED_RESULTS: dict[str, dict[str, tuple[float, float]]] = {
 
 
 def get_recipe(task: str, as_published: bool, **overrides: Any) -> Recipe:
-    """A task's recipe with whatever the user changed; None means unchanged."""
-    known = PUBLISHED_RECIPES if as_published else RECIPES
+    """Return the recipe of a task with overrides applied. An override of None is ignored."""
+    recipes = PUBLISHED_RECIPES if as_published else RECIPES
     if task not in TASKS:
         raise unknown("task", task, TASKS)
-    if task not in known:
-        raise unknown("task with a published setting", task, known)
-    return replace(known[task], **{name: value for name, value in overrides.items() if value is not None})
+    if task not in recipes:
+        raise unknown("published task", task, recipes)
+    return replace(recipes[task], **{name: value for name, value in overrides.items() if value is not None})

@@ -1,4 +1,4 @@
-"""How right a written answer is: F1 of its words, as SQuAD counts them (Rajpurkar et al. 2016)."""
+"""F1 of a generated answer over its words, as in SQuAD (Rajpurkar et al. 2016)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 
 def squad_f1(prediction: str, references: Sequence[str]) -> float:
-    """The best F1 against any of the right answers."""
+    """Return the maximum F1 over the reference answers."""
     return max(
-        (_token_f1(_normalized_words(prediction), _normalized_words(truth)) for truth in references),
+        (_token_f1(_normalized_words(prediction), _normalized_words(each)) for each in references),
         default=0.0,
     )
 
@@ -24,6 +24,6 @@ def _token_f1(prediction: list[str], reference: list[str]) -> float:
 
 
 def _normalized_words(text: str) -> list[str]:
-    """Lower case, without punctuation and articles."""
-    plain = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    """Return the words in lower case, without punctuation and articles."""
+    plain = "".join(char for char in text.lower() if char not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()

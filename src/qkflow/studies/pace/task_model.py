@@ -1,7 +1,7 @@
-"""A small model of ours that puts a text into a class, or answers it, where its last token is read.
+"""Task model: a small transformer that predicts a class or generates an answer.
 
-The transformer is `qkflow.models.Decoder` with a padding mask; an encoder is the same with attention that
-sees both ways. What the faithfulness measures ask of a model (`rankings.Classifier`) is all here.
+The transformer is `qkflow.models.Decoder` with a padding mask; a classifier attends in both directions. The
+model implements the `EmbeddingClassifier` protocol of `qkflow.measures.attribution`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from qkflow.models.loss import linear_cross_entropy
 from qkflow.studies.pace.dataset import EncodedExample, TaskData
 from qkflow.studies.pace.recipes import Recipe
 
-MAX_NEW_TOKENS = 16  # tokens written before giving up
+MAX_NEW_TOKENS = 16  # per generated answer
 
 
 class TaskModel(nn.Module):
-    """A decoder, and a class (`classes` > 0) or a next token read at the last real token of each text."""
+    """Transformer read out at the last token of each example: class logits, or next-token logits.
+
+    With `n_classes` > 0 attention is bidirectional and a linear head predicts the class. With `n_classes` = 0
+    the model is a causal language model that generates the answer.
+    """
 
     roles: ClassVar[dict[str, str]] = {"head": "head"}
 
@@ -31,7 +35,7 @@ class TaskModel(nn.Module):
         super().__init__()
         self.decoder = Decoder(config, seed=seed)
         self.head = nn.Linear(config.dim, n_classes) if n_classes else None
-        if self.head is not None:  # an encoder: every token sees every other
+        if self.head is not None:
             for module in self.decoder.modules():
                 if isinstance(module, Attention):
                     module.causal = False
@@ -44,9 +48,9 @@ class TaskModel(nn.Module):
         return self.decoder.blocks
 
     def readout_positions(self, attention_mask: Tensor) -> Tensor:
-        return (
-            attention_mask.long() * torch.arange(attention_mask.shape[1], device=attention_mask.device)
-        ).argmax(-1)
+        """Return the position (B,) of the last real token."""
+        positions = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+        return (attention_mask.long() * positions).argmax(-1)
 
     def embed(self, ids: Tensor) -> Tensor:
         embedded: Tensor = self.decoder.embedding(ids)
@@ -54,9 +58,10 @@ class TaskModel(nn.Module):
 
     def logits_from_embeddings(self, inputs_embeds: Tensor, attention_mask: Tensor) -> Tensor:
         hidden = self.decoder.forward_embeddings(inputs_embeds, attention_mask=attention_mask)
-        seen = hidden[torch.arange(len(hidden), device=hidden.device), self.readout_positions(attention_mask)]
-        scores: Tensor = self.decoder.logits(seen) if self.head is None else self.head(seen)
-        return scores
+        rows = torch.arange(len(hidden), device=hidden.device)
+        readout = hidden[rows, self.readout_positions(attention_mask)]
+        logits: Tensor = self.decoder.logits(readout) if self.head is None else self.head(readout)
+        return logits
 
     def logits(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.logits_from_embeddings(self.embed(ids), attention_mask)
@@ -77,42 +82,42 @@ class TaskModel(nn.Module):
         ]
 
     def loss(self, examples: Sequence[EncodedExample], device: torch.device | str = "cpu") -> Tensor:
-        """Mean cross-entropy of the classes, or of all tokens of the answers."""
+        """Return the mean cross-entropy of the classes, or of all answer tokens."""
         if self.head is not None:
-            ids, mask = pad_batch([item.ids for item in examples], device)
-            labels = torch.tensor([item.label for item in examples], device=device)
+            ids, mask = pad_batch([example.ids for example in examples], device)
+            labels = torch.tensor([example.label for example in examples], device=device)
             return nn.functional.cross_entropy(self.logits(ids, mask), labels)
-        ids, mask = pad_batch([item.ids + item.answer_ids[:-1] for item in examples], device)
+        ids, mask = pad_batch([example.ids + example.answer_ids[:-1] for example in examples], device)
         hidden = self.decoder(ids, attention_mask=mask)
-        rows, places = answer_positions(examples)
-        targets = torch.tensor([token for item in examples for token in item.answer_ids], device=device)
-        return linear_cross_entropy(hidden[rows, places], self.decoder.output_weight, targets)
+        rows, positions = answer_positions(examples)
+        targets = torch.tensor([token for example in examples for token in example.answer_ids], device=device)
+        return linear_cross_entropy(hidden[rows, positions], self.decoder.output_weight, targets)
 
     @torch.no_grad()
     def generate_answers(
         self, examples: Sequence[EncodedExample], eos_token_id: int, device: torch.device | str = "cpu"
     ) -> list[list[int]]:
-        """The answers it gives: the likeliest token after the likeliest, up to the end."""
-        written: list[list[int]] = [[] for _ in examples]
-        going = list(range(len(examples)))
+        """Generate answers greedily, up to the end-of-sequence token (not included)."""
+        answers: list[list[int]] = [[] for _ in examples]
+        unfinished = list(range(len(examples)))
         for _ in range(MAX_NEW_TOKENS):
-            ids, mask = pad_batch([examples[place].ids + written[place] for place in going], device)
-            tokens = self.logits(ids, mask).argmax(-1).tolist()
-            for place, token in zip(going, tokens, strict=True):
-                written[place].append(token)
-            going = [place for place, token in zip(going, tokens, strict=True) if token != eos_token_id]
-            if not going:
+            ids, mask = pad_batch([examples[i].ids + answers[i] for i in unfinished], device)
+            tokens = dict(zip(unfinished, self.logits(ids, mask).argmax(-1).tolist(), strict=True))
+            unfinished = [i for i in unfinished if tokens[i] != eos_token_id]
+            for i in unfinished:
+                answers[i].append(tokens[i])
+            if not unfinished:
                 break
-        return [
-            answer[: answer.index(eos_token_id)] if eos_token_id in answer else answer for answer in written
-        ]
+        return answers
 
 
 def answer_positions(examples: Sequence[EncodedExample]) -> tuple[list[int], list[int]]:
-    """Rows and positions whose next token belongs to an answer."""
-    rows = [row for row, item in enumerate(examples) for _ in item.answer_ids]
-    places = [len(item.ids) - 1 + step for item in examples for step in range(len(item.answer_ids))]
-    return rows, places
+    """Return the rows and positions whose next token belongs to an answer."""
+    rows = [row for row, example in enumerate(examples) for _ in example.answer_ids]
+    positions = [
+        len(example.ids) - 1 + offset for example in examples for offset in range(len(example.answer_ids))
+    ]
+    return rows, positions
 
 
 def build_task_model(recipe: Recipe, data: TaskData, seed: int) -> TaskModel:
@@ -131,7 +136,7 @@ def build_task_model(recipe: Recipe, data: TaskData, seed: int) -> TaskModel:
 def pad_batch(
     sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Ids (B, T) and which of them are real; padding stands at the end."""
+    """Return token ids (B, T), padded at the end, and the attention mask (B, T), True at real tokens."""
     longest = max(map(len, sequences))
     ids = torch.tensor([[*each, *[0] * (longest - len(each))] for each in sequences], device=device)
     lengths = torch.tensor([len(each) for each in sequences], device=device)

@@ -20,12 +20,14 @@ from qkflow.training.loop import write_failure
 def main(folder: Path) -> int:
     import torch
 
+    from qkflow.studies.pace.config import PaceRunConfig
     from qkflow.studies.pace.run import train_and_measure
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.set_flush_denormal(True)
     try:
-        train_and_measure(folder, yaml.safe_load((folder / "config.yaml").read_text("utf-8")))
+        config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+        train_and_measure(folder, PaceRunConfig.from_dict(config))
     except InputError as error:
         print(f"qkflow: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

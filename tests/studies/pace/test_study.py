@@ -1,0 +1,56 @@
+"""A pace study from planning to its outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from input_errors import raises_code
+from qkflow.cli import main
+from qkflow.studies.pace import PaceStudyConfig, rebuild_pace_study
+from qkflow.studies.pace.study import plan_runs
+from qkflow.studies.runner.study_dir import StudyDir
+
+
+def test_single_knob_runs_differ_in_the_ratio_alone() -> None:
+    config = PaceStudyConfig("agreement", seeds=1)
+    first, second, *_ = (run.config for run in plan_runs(config, config.resolve_recipe(), "data.json", 7, 10))
+    assert first["train"].pop("ratio") != second["train"].pop("ratio")
+    assert first == second
+
+
+def test_another_kind_of_study_raises(tmp_path: Path) -> None:
+    StudyDir(tmp_path).save({"config": {}, "arms": [], "runs": []})
+    with raises_code("not-a-pace-study"):
+        rebuild_pace_study(tmp_path)
+
+
+def test_command_line_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "study"
+    options = ["--examples", "64", "--test", "30", "--seeds", "1", "--measured", "5", "--dim", "16"]
+    command = ["pace", "study", "agreement", *options, "--out", str(out), "--json"]
+    assert main.dispatch([*command, "--steps", "4", "--ratios", "1"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["runs"] == {"planned": 1, "finished": 1, "failures": []}
+    (finished,) = (out / "runs").iterdir()
+    before = (finished / "result.json").stat().st_mtime_ns
+    assert main.dispatch([*command, "--steps", "4", "--ratios", "1,10"]) == 0
+    second = json.loads(capsys.readouterr().out)
+    assert (finished / "result.json").stat().st_mtime_ns == before, "a finished run is not repeated"
+    assert [row["ratio"] for row in second["rows"]] == ["1", "10"]
+    measures = second["rows"][1]["measures"]
+    assert {"performance", "mass", "confidence", "comprehensiveness", "qk_scale"} <= measures.keys()
+    assert second["published"]["performance"] == [0.9243, 0.9341]
+    page = (out / "report.html").read_text()
+    assert "http://" not in page.split("<script>")[0]
+    assert 'id="heatmap-0"' in page
+    assert json.loads((out / "summary.json").read_text())["headline"] == second["headline"]
+    (out / "report.html").unlink()
+    assert main.dispatch(["report", str(out)]) == 0
+    assert "published, faster" in capsys.readouterr().out
+    assert (out / "report.html").is_file()
+    with raises_code("study-mismatch") as raised:
+        main.dispatch([*command, "--steps", "5"])
+    assert "steps 4, not 5" in str(raised.value)
