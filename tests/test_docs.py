@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import runpy
 import shlex
@@ -40,6 +39,7 @@ def test_python_block_runs(page: Path, block: str, tmp_path: Path, monkeypatch: 
 
 @each_page
 def test_commands_exist_with_their_options(page: Path) -> None:
+    from qkflow.cli.help import option_names
     from qkflow.cli.main import COMMANDS, split_command
 
     text = page.read_text("utf-8")
@@ -49,7 +49,7 @@ def test_commands_exist_with_their_options(page: Path) -> None:
         name, arguments = split_command(shlex.split(line.replace("…", ""), comments=True))
         module, function, _ = COMMANDS[name]
         command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)
-        known = {"help", *(key.replace("_", "-") for key in inspect.signature(command).parameters)}
+        known = {"help", *(key.replace("_", "-") for key in option_names(command))}
         used = {word.partition("=")[0].removeprefix("--") for word in arguments if word.startswith("--")}
         assert not {option for option in used if option.removeprefix("no-") not in known}, line
 

@@ -38,6 +38,16 @@ def annotate_for_tyro(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def option_names(command: Callable[..., Any]) -> set[str]:
+    """Return the parameters of a command, with the fields of a config dataclass instead of the config."""
+    hints = get_type_hints(command)
+    names: set[str] = set()
+    for name in inspect.signature(command).parameters:
+        is_config = dataclasses.is_dataclass(hints.get(name))
+        names |= option_names(hints[name]) if is_config else {name}
+    return names
+
+
 def _metavar(name: str, hint: Any, default: Any) -> str | None:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if default is inspect.Parameter.empty:

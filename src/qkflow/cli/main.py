@@ -8,7 +8,6 @@ command runs, so `qkflow --help` needs neither torch nor anything heavier.
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -93,7 +92,9 @@ def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def check_renamed_flags(argv: Sequence[str], command: Callable[..., object]) -> None:
     """Raise InputError if the arguments of a command contain the old name of one of its flags."""
-    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(command).parameters}
+    from qkflow.cli.help import option_names
+
+    flags = {f"--{name.replace('_', '-')}" for name in option_names(command)}
     for argument in argv:
         old = argument.partition("=")[0].replace("_", "-")
         new = RENAMED_FLAGS.get(old)
