@@ -1,1 +1,1 @@
-"""Readers: text files, tables, documents within text, and Hugging Face data sets."""
+"""Readers: text files, tables, documents within a text, and Hugging Face datasets."""

@@ -1,4 +1,4 @@
-"""One file on disk, and the documents in it. Everything streams, whatever the size of the file."""
+"""Read the documents of one file. Everything streams, so memory does not grow with the file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from typing import Any, cast
 from qkflow.data.readers import documents, tables
 from qkflow.errors import InputError, unknown
 
-READER_VERSION = 2  # part of every cache key: raise it when the same file gives other documents than before
+READER_VERSION = 2  # in every cache key: increase it when a file gives other documents than before
 
 FORMAT_BY_SUFFIX = {
     ".parquet": "parquet",
@@ -32,18 +33,18 @@ FORMAT_BY_SUFFIX = {
     ".rst": "text",
     ".tex": "text",
 }
-COMPRESSION_SUFFIXES = (".gz", ".bz2", ".xz")
+_OPEN_COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def detect_format(path: Path) -> str | None:
-    """How a file is read, by its name; None where the name does not tell."""
-    if path.suffix.lower() in COMPRESSION_SUFFIXES:
+    """Return a file's format by its suffix, without that of a compression; None if it is unknown."""
+    if path.suffix.lower() in _OPEN_COMPRESSED:
         path = Path(path.stem)
     return FORMAT_BY_SUFFIX.get(path.suffix.lower())
 
 
 class ReadProgress:
-    """How many bytes of the source have been read so far: written by one thread, shown by another."""
+    """Count of source bytes read so far. One thread writes it; another may show it."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -53,6 +54,8 @@ class ReadProgress:
 
 
 class ProgressFile(io.FileIO):
+    """Raw file that counts the bytes read from it."""
+
     progress: ReadProgress
 
     def readinto(self, buffer: Any, /) -> int | None:
@@ -61,68 +64,81 @@ class ProgressFile(io.FileIO):
         return count
 
 
+@contextmanager
+def open_binary(path: Path, progress: ReadProgress | None = None) -> Iterator[io.BufferedReader]:
+    """Open a file, decompressed by its suffix. Raise `InputError` if it is corrupt or not UTF-8."""
+    raw = ProgressFile(path)
+    raw.progress = progress or ReadProgress()
+    buffered = io.BufferedReader(raw, 1 << 20)
+    open_compressed = _OPEN_COMPRESSED.get(path.suffix.lower())
+    try:
+        # What gzip, bz2 and lzma return has `read` and `peek` but is no BufferedReader.
+        with cast(
+            io.BufferedReader, open_compressed(buffered, "rb") if open_compressed else buffered
+        ) as stream:
+            yield stream
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise InputError(
+            f"{path} cannot be decompressed: it is truncated or corrupt", code="corrupt-compressed-file"
+        ) from error
+    except OSError as error:
+        if error.errno is not None:  # gzip and bz2 raise OSError without one
+            raise
+        raise InputError(f"{path} cannot be decompressed: {error}", code="corrupt-compressed-file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}): "
+            "convert it first, for example with `iconv -f latin1 -t utf-8`",
+            code="not-utf8",
+        ) from error
+    finally:
+        buffered.close()
+
+
+def as_text(stream: io.BufferedReader) -> io.TextIOWrapper:
+    """Decode UTF-8, drop a byte-order mark, and turn every line end into a newline."""
+    return io.TextIOWrapper(stream, encoding="utf-8-sig")
+
+
 @dataclass(frozen=True)
 class SourceFile:
+    """A file of a corpus."""
+
     path: Path
-    file_format: str  # a value of KINDS
-    source_split: str  # which of the splits it belongs to, see `qkflow.data.splits`
-    single_document: bool = False  # a text without marks is one document
+    file_format: str  # a value of FORMAT_BY_SUFFIX
+    source_split: str  # a split, or UNSPLIT or UNSPLIT_TRAIN of `qkflow.data.splits`
+    single_document: bool = False  # a plain text without separators is one document
 
     def iter_documents(self, column: str | None, progress: ReadProgress) -> Iterator[str]:
-        """The documents in order, none longer than `documents.LONGEST`, none of whitespace alone."""
-        try:
-            for text in self._iter_texts(column, progress):
-                for piece in (
-                    documents.split_text([text], None)
-                    if len(text) > documents.MAX_DOCUMENT_CHARS
-                    else (text,)
-                ):
-                    if piece and not piece.isspace():
-                        yield piece
-        except (EOFError, zlib.error, lzma.LZMAError) as error:
-            raise InputError(f"{self.path} cannot be decompressed: it is cut short or damaged") from error
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            raise InputError(
-                f"{self.path} cannot be decompressed: {error}"
-            ) from error  # gzip's and bz2's own
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{self.path} is not UTF-8 text (byte 0x{error.object[error.start]:02x}): "
-                "convert it first, for example with `iconv -f latin1 -t utf-8`"
-            ) from error
+        """Yield the documents in order: at most MAX_DOCUMENT_CHARS long, none of whitespace only."""
+        for text in self._iter_texts(column, progress):
+            too_long = len(text) > documents.MAX_DOCUMENT_CHARS
+            for piece in documents.split_text([text], None) if too_long else (text,):
+                if piece and not piece.isspace():
+                    yield piece
 
     def _iter_texts(self, column: str | None, progress: ReadProgress) -> Iterator[str]:
         if self.file_format == "parquet":
-            yield from documents.join_wikitext_articles(
-                tables.parquet_texts(self.path, column, progress.advance)
-            )
+            texts = tables.parquet_texts(self.path, column, progress.advance)
+            yield from documents.join_wikitext_articles(texts)
             return
         if self.file_format == "text" and column not in (None, *documents.UNITS):
             raise unknown(f"unit of the plain text {self.path}", str(column), documents.UNITS)
-        with self._open(progress) as stream:
+        with open_binary(self.path, progress) as stream:
             if self.file_format == "jsonl":
                 rows = tables.jsonl_rows(stream, self.path)
                 yield from documents.join_wikitext_articles(tables.row_texts(rows, column, self.path))
                 return
             if b"\0" in stream.peek(8192)[:8192]:
-                raise InputError(f"{self.path} is binary, not UTF-8 text, JSONL, CSV, TSV or Parquet")
-            # "utf-8-sig" drops a byte-order mark; every line end becomes "\n"
-            text = io.TextIOWrapper(stream, encoding="utf-8-sig")
+                raise InputError(
+                    f"{self.path} is a binary file: convert it to UTF-8 text, JSONL, CSV, TSV or Parquet",
+                    code="binary-file",
+                )
+            text = as_text(stream)
             if self.file_format in ("csv", "tsv"):
                 yield from tables.csv_texts(text, self.path, column, tab_separated=self.file_format == "tsv")
             else:
-                size = self.path.stat().st_size
+                n_bytes = self.path.stat().st_size
                 yield from documents.split_documents(
-                    text.read, size, unit=column, single_document=self.single_document
+                    text.read, n_bytes, unit=column, single_document=self.single_document
                 )
-
-    def _open(self, progress: ReadProgress) -> io.BufferedReader:
-        raw = ProgressFile(self.path)
-        raw.progress = progress
-        buffered = io.BufferedReader(raw, 1 << 20)
-        kinds: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-        open_compressed = kinds.get(self.path.suffix.lower())
-        # What the three return reads and peeks as a BufferedReader does, without being one.
-        return cast(io.BufferedReader, open_compressed(buffered, "rb") if open_compressed else buffered)

@@ -1,4 +1,8 @@
-"""Data sets of the Hugging Face hub, or a local copy of one, streamed through `datasets`."""
+"""Read datasets of the Hugging Face hub, or a local copy of one, through `datasets`.
+
+Every read of hub data goes through `load_splits`: corpora stream it (`iter_documents`), tasks download it
+(`iter_rows`).
+"""
 
 from __future__ import annotations
 
@@ -13,95 +17,124 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from qkflow.data import splits
-from qkflow.data.readers import documents as cutting
-from qkflow.data.readers import tables
+from qkflow.data.readers import documents, tables
 from qkflow.errors import InputError, unknown
 
-MAX_ROWS_WITHOUT_TEXT = 1000  # rows without text that are downloaded in search of it, at most
+MAX_ROWS_WITHOUT_TEXT = 1000  # rows to download in search of a text column
 
 
 @dataclass(frozen=True)
 class HubDatasetSpec:
-    """`hf:owner/name[@revision][:config][:mb=N][#column]`; for `owner/name`, a folder laid out alike."""
+    """`hf:owner/name[@revision][:config][:mb=N][#column]`; `owner/name` may be the folder of a local copy."""
 
     repo_id: str
     revision: str | None = None
     config: str | None = None
     column: str | None = None
-    max_megabytes: int = 1000  # of text to read; 0 for all there is
+    max_megabytes: int = 1000  # of training text to read; 0: no limit
 
     @property
     def local_dir(self) -> Path | None:
+        """The folder of a local copy, or None for a dataset of the hub."""
         path = Path(self.repo_id).expanduser()
         return path if path.is_dir() else None
 
+    def cache_key(self) -> list[tuple[str, Any]]:
+        """Return the fields under the names that cache keys have always used."""
+        old_names = {"repo_id": "repository", "max_megabytes": "megabytes"}
+        return [(old_names.get(name, name), value) for name, value in vars(self).items()]
+
 
 def parse_spec(spec: str) -> HubDatasetSpec:
-    """Read a name without its `hf:`."""
+    """Parse a dataset's name without its `hf:`."""
     spec, _, column = spec.partition("#")
-    repository, *options = spec.split(":")
-    repository, _, revision = repository.partition("@")
+    repo_id, *options = spec.split(":")
+    repo_id, _, revision = repo_id.partition("@")
     config, megabytes = None, HubDatasetSpec.max_megabytes
     for option in options:
         key, equals, value = option.partition("=")
         if not equals:
             config = option
-        elif key == "mb" and value.isdigit():
-            megabytes = int(value)
-        elif key == "mb":
-            raise InputError(f"hf:{spec}: mb='{value}' is not a whole number of megabytes")
+        elif key != "mb":
+            raise unknown("option of a hub dataset", key, ["mb"])
+        elif not value.isdigit():
+            raise InputError(f"hf:{spec}: mb='{value}' is not a whole number", code="not-a-number")
         else:
-            raise unknown("option of a hub data set", key, ["mb"])
-    if not repository:
-        raise InputError("hf: needs the name of a data set, as in hf:Salesforce/wikitext:wikitext-2-raw-v1")
-    return HubDatasetSpec(repository, revision or None, config, column or None, megabytes)
+            megabytes = int(value)
+    if not repo_id:
+        raise InputError(
+            "hf: needs the name of a dataset, as in hf:Salesforce/wikitext:wikitext-2-raw-v1",
+            code="missing-dataset-name",
+        )
+    return HubDatasetSpec(repo_id, revision or None, config, column or None, megabytes)
+
+
+def load_splits(spec: HubDatasetSpec, *, streaming: bool) -> dict[str, Iterable[dict[str, Any]]]:
+    """Return the rows of each split of a dataset, by the split's own name.
+
+    If `streaming`, rows come over the network while they are read. Otherwise the dataset is downloaded, or
+    read from the cache of `datasets`, which works offline.
+    """
+    if streaming and not spec.local_dir:
+        check_hub_reachable(f"the dataset {spec.repo_id}", "hf:/path/to/copy, or the path of its files")
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            'hub datasets need `datasets`: pip install "qkflow[data]"', code="missing-dependency"
+        ) from error
+    datasets.disable_progress_bars()
+    source = str(spec.local_dir or spec.repo_id)
+    try:
+        loaded = datasets.load_dataset(source, spec.config, revision=spec.revision, streaming=streaming)
+    except Exception as error:  # `datasets` and its HTTP clients raise many types
+        raise InputError(
+            f"hf:{spec.repo_id} cannot be loaded: {_error_summary(error)}", code="hub-dataset-failed"
+        ) from error
+    return dict(loaded)
+
+
+def iter_rows(spec: HubDatasetSpec, split: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one split. Raise `split-not-found` if the dataset does not have it."""
+    available = load_splits(spec, streaming=False)
+    if split not in available:
+        raise InputError(
+            f"hf:{spec.repo_id} has no split '{split}', only {', '.join(available)}", code="split-not-found"
+        )
+    yield from map(dict, available[split])
 
 
 def iter_documents(spec: HubDatasetSpec) -> Iterator[tuple[str, str]]:
-    """(part, text) of every document, in the data set's own order, up to the megabytes asked for."""
-    sets = load_streaming_splits(spec)
-    own = {split: splits.find_split(re.findall("[a-z]+", split.lower())) for split in sets}
-    parts = splits.map_source_splits(filter(None, own.values()))
-    for split, rows in sets.items():
-        part = parts.get(own[split] or "") if parts else splits.UNSPLIT
-        if part is None:
-            continue  # "unsupervised" and the like, beside splits for training and validation
-        # Held-out text is bounded too, at a twentieth of the rest.
-        budget = spec.max_megabytes * (50_000 if part in ("validation", "test") else 1_000_000) or sys.maxsize
-        for text in cutting.join_wikitext_articles(_iter_texts(rows, spec)):
-            yield part, text
+    """Yield (source split, text) of every document in the dataset's order, `max_megabytes` at most."""
+    rows_by_split = load_splits(spec, streaming=True)
+    own = {name: splits.find_split(re.findall("[a-z]+", name.lower())) for name in rows_by_split}
+    source_splits = splits.map_source_splits(filter(None, own.values()))
+    for name, rows in rows_by_split.items():
+        source_split = source_splits.get(own[name] or "") if source_splits else splits.UNSPLIT
+        if source_split is None:
+            continue  # such as "unsupervised", beside splits for training and validation
+        # The limit of a held-out split is a twentieth of that for training.
+        held_out = source_split in ("validation", "test")
+        budget = spec.max_megabytes * (50_000 if held_out else 1_000_000) or sys.maxsize
+        for text in documents.join_wikitext_articles(_iter_texts(rows, spec)):
+            yield source_split, text
             budget -= len(text)
             if budget <= 0:
                 break
 
 
 def _iter_texts(rows: Iterable[dict[str, Any]], spec: HubDatasetSpec) -> Iterator[str]:
-    where = f"hf:{spec.repo_id}"
+    source = f"hf:{spec.repo_id}"
     try:
         yield from tables.row_texts(
-            enumerate(rows, start=1), spec.column, where, max_rows=MAX_ROWS_WITHOUT_TEXT
+            enumerate(rows, start=1), spec.column, source, max_rows=MAX_ROWS_WITHOUT_TEXT
         )
     except InputError:
         raise
-    except (OSError, ValueError) as error:  # the second: rows that are damaged
-        raise InputError(f"reading {where} failed: {_error_summary(error)}") from error
-
-
-def load_streaming_splits(spec: HubDatasetSpec) -> dict[str, Iterable[dict[str, Any]]]:
-    """The data set's splits as streams of rows."""
-    if not spec.local_dir:
-        check_hub_reachable(f"the data set {spec.repo_id}", "hf:/path/to/copy, or the path of its files")
-    try:
-        import datasets
-    except ImportError as error:
-        raise InputError('hub data sets need `datasets`: pip install "qkflow[data]"') from error
-    datasets.disable_progress_bars()
-    where = str(spec.local_dir) if spec.local_dir else spec.repo_id
-    try:
-        loaded = datasets.load_dataset(where, spec.config, revision=spec.revision, streaming=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"hf:{spec.repo_id} cannot be loaded: {_error_summary(error)}") from error
-    return dict(loaded)
+    except (OSError, ValueError) as error:  # ValueError: corrupt rows
+        raise InputError(
+            f"reading {source} failed: {_error_summary(error)}", code="hub-dataset-failed"
+        ) from error
 
 
 def _error_summary(error: Exception) -> str:
@@ -109,7 +142,7 @@ def _error_summary(error: Exception) -> str:
 
 
 def check_hub_reachable(resource: str, alternative: str) -> None:
-    """Say at once that the hub cannot be reached: its own client would retry for half a minute."""
+    """Raise at once if the hub cannot be reached; its own client would retry for half a minute."""
     if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
@@ -117,5 +150,7 @@ def check_hub_reachable(resource: str, alternative: str) -> None:
         socket.create_connection((host.hostname or "", host.port or 443), timeout=10).close()
     except OSError as error:
         raise InputError(
-            f"{resource} is on the hub, and {host.hostname} cannot be reached: pass a local copy, as {alternative}"
+            f"{resource} is on the hub, and {host.hostname} cannot be reached: "
+            f"pass a local copy, as {alternative}",
+            code="hub-unreachable",
         ) from error

@@ -1,4 +1,4 @@
-"""Labelled tasks with rationales: `load("hatexplain", "folder")` and the like, or a task's own module."""
+"""Labeled tasks with human rationales: `load("hatexplain", "folder")`, or a task's own module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["TASKS", "Example", "TaskDataset", "load", "majority_mask", "token_ma
 
 
 def load(task: str, source: str | Path, **options: Any) -> TaskDataset:
-    """A task from a file, a folder or the hub (`hf`, `hf:owner/name`); options are those of its module."""
+    """Load a task from a file, a folder or the hub (`hf`, `hf:owner/name`), with its module's options."""
     if task not in TASKS:
         raise unknown("task", task, TASKS)
     return TASKS[task](source, **options)

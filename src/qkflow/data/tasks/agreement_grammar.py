@@ -1,11 +1,10 @@
-"""Agreement sentences made to order: a subject, attractors between it and the verb, and where each of them
-stands.
+"""Generate agreement sentences with known positions of subject, attractors and verb.
 
     sentence   →  [opening ,] the [adjective] SUBJECT modifier* VERB rest
     modifier   →  preposition the [adjective] NOUN  |  that the NOUN liked  |  who saw the NOUN
 
-An attractor is a noun between subject and verb of the other number: "the key to the cabinets". The verb's
-number follows from the subject's alone.
+An attractor is a noun of the other number between subject and verb: "the key to the cabinets". The verb's
+number depends on the subject alone.
 """
 
 from __future__ import annotations
@@ -38,22 +37,23 @@ def generate(
     attractor_prob: float = 0.5,
     full_sentence: bool = False,
 ) -> list[Example]:
-    """`number` sentences, half singular and half plural, up to the verb (`whole`: to the end).
+    """Generate sentences, half singular and half plural, up to the verb or, if `full_sentence`, to the end.
 
     Each has 0…`max_modifiers` modifiers; the noun of a modifier is an attractor with probability
-    `attractor_share`. The rationale is the subject (`whole`: subject and verb). `facts` hold subject, verb,
-    subject_index, verb_index, attractors and nouns_between.
+    `attractor_prob`. The rationale is the subject (`full_sentence`: subject and verb). The metadata are
+    subject, verb, subject_index, verb_index, attractors and nouns_between.
     """
     if n_examples < 1 or max_modifiers < 0 or not 0 <= attractor_prob <= 1:
-        given = f"{n_examples}, {max_modifiers} and {attractor_prob}"
         raise InputError(
-            f"sentences and modifiers are counts and the attractor share lies in 0…1, not {given}"
+            "n_examples must be at least 1, max_modifiers at least 0 and attractor_prob between 0 and 1, not "
+            f"{n_examples}, {max_modifiers} and {attractor_prob}",
+            code="option-out-of-range",
         )
-    source = random.Random(seed)
+    rng = random.Random(seed)
     plurals = [index % 2 == 1 for index in range(n_examples)]
-    source.shuffle(plurals)
+    rng.shuffle(plurals)
     return [
-        _generate_sentence(source, f"sentence {index}", plural, max_modifiers, attractor_prob, full_sentence)
+        _generate_sentence(rng, f"sentence {index}", plural, max_modifiers, attractor_prob, full_sentence)
         for index, plural in enumerate(plurals)
     ]
 
@@ -71,26 +71,26 @@ def _generate_sentence(
         words += [*rng.choice(_OPENINGS).split(), ","]
     words += _noun_phrase(rng, plural)
     subject = len(words) - 1
-    modifiers = rng.randint(0, max_modifiers)
-    attractors = 0
-    for _ in range(modifiers):
-        differs = rng.random() < attractor_prob
-        attractors += differs
-        words += _modifier(rng, plural != differs)
+    n_modifiers = rng.randint(0, max_modifiers)
+    n_attractors = 0
+    for _ in range(n_modifiers):
+        is_attractor = rng.random() < attractor_prob
+        n_attractors += is_attractor
+        words += _modifier(rng, plural != is_attractor)
     verb, verb_index = rng.choice(VERBS)[plural], len(words)
-    facts = {
+    metadata = {
         "subject": words[subject],
         "verb": verb,
         "subject_index": subject,
         "verb_index": verb_index,
-        "attractors": attractors,
-        "nouns_between": modifiers,
+        "attractors": n_attractors,
+        "nouns_between": n_modifiers,
     }
     if full_sentence:
         words += [verb, *rng.choice(_ENDINGS).split()]
     text, spans = join_words(words)
     rationale = (spans[subject], spans[verb_index]) if full_sentence else (spans[subject],)
-    return Example(name, text, "PL" if plural else "SG", rationales=(rationale,), metadata=facts)
+    return Example(name, text, "PL" if plural else "SG", rationales=(rationale,), metadata=metadata)
 
 
 def _noun_phrase(rng: random.Random, plural: bool) -> list[str]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from qkflow.data.splits import normalize_split
 from qkflow.data.tasks.examples import Example, TaskDataset, find_file, hub_rows, is_hub_source, read_tsv
 from qkflow.errors import InputError, unknown
-
-SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
 class GlueTask:
-    """Where a task keeps its texts and label, and in which files."""
+    """Files and columns of a task."""
 
     folder: str
-    config: str  # name of the set on the hub
+    config: str  # on the hub
     text_columns: tuple[str, ...]
     label_column: str
     label_names: tuple[str, ...]  # in the order of the hub's label ids
@@ -52,15 +52,13 @@ GLUE_TASKS = {
 
 
 def load(task: str, source: str | Path, split: str = "train") -> TaskDataset:
-    """One task and split, from a TSV, from the task's folder, from the folder above it, or from the hub.
+    """Load a split of a task from a TSV file, the task's folder, the folder above it, or the hub.
 
-    Lines with too few columns are skipped and counted; test files have no labels.
+    Lines with too few columns are skipped and counted. Test files have no labels.
     """
     if task not in GLUE_TASKS:
         raise unknown("GLUE task", task, GLUE_TASKS)
-    if split not in SPLITS:
-        raise unknown("split", split, SPLITS)
-    layout = GLUE_TASKS[task]
+    split, layout = normalize_split(split), GLUE_TASKS[task]
     if is_hub_source(source):
         rows = hub_rows(str(source), "nyu-mll/glue", split, layout.config)
         return TaskDataset([_hub_example(layout, name, row) for name, row in rows])
@@ -68,8 +66,8 @@ def load(task: str, source: str | Path, split: str = "train") -> TaskDataset:
     if (folder / layout.folder).is_dir():
         folder = folder / layout.folder
     path = find_file(folder, layout.files[split], f"{layout.folder} {split} file")
-    notes: Counter[str] = Counter()
-    return TaskDataset(list(_file_examples(layout, path, notes)), notes)
+    issue_counts: Counter[str] = Counter()
+    return TaskDataset(list(_file_examples(layout, path, issue_counts)), issue_counts)
 
 
 def _file_examples(task: GlueTask, path: Path, issue_counts: Counter[str]) -> Iterator[Example]:
@@ -80,28 +78,25 @@ def _file_examples(task: GlueTask, path: Path, issue_counts: Counter[str]) -> It
         columns: Iterable[str] = header
     elif task.columns and len(first) == len(task.columns):
         columns = task.columns
-        lines = _prepend((where, first), lines)
+        lines = chain([(where, first)], lines)
     else:
         raise InputError(
-            f"{path} is not a {task.folder} file: no column {', '.join(task.text_columns)} in its first line"
+            f"{path} is not a {task.folder} file: its first line lacks {', '.join(task.text_columns)}",
+            code="unknown-glue-layout",
         )
-    places = {name: index for index, name in enumerate(columns)}
+    index = {name: position for position, name in enumerate(columns)}
     for where, cells in lines:
-        if len(cells) < len(places):
+        if len(cells) < len(index):
             issue_counts["lines skipped: too few columns"] += 1
             continue
-        texts = [cells[places[name]].strip() for name in task.text_columns]
-        label = cells[places[task.label_column]].strip() if task.label_column in places else None
+        texts = [cells[index[name]].strip() for name in task.text_columns]
+        label = cells[index[task.label_column]].strip() if task.label_column in index else None
         if label is not None and label not in task.label_names:
-            raise InputError(f"{where} needs a label out of {', '.join(task.label_names)}, not '{label}'")
+            raise InputError(
+                f"{where}: the label must be one of {', '.join(task.label_names)}, not '{label}'",
+                code="invalid-label",
+            )
         yield Example(where, texts[0], label, text_pair=texts[1] if len(texts) > 1 else None)
-
-
-def _prepend(
-    first: tuple[str, list[str]], rest: Iterator[tuple[str, list[str]]]
-) -> Iterator[tuple[str, list[str]]]:
-    yield first
-    yield from rest
 
 
 def _hub_example(task: GlueTask, name: str, row: dict[str, Any]) -> Example:

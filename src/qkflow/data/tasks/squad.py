@@ -1,7 +1,7 @@
 """SQuAD (Rajpurkar et al. 2016, 2018): questions answered by a span of a paragraph; v1.1 and v2.0 JSON files.
 
-As a text to continue, following Vashisht & Ramaswamy (ICML 2026): "Q: … C: … A:", the label being the answer
-and its place in the context the rationale.
+The text is a prompt "Q: … C: … A:", as in Vashisht & Ramaswamy (ICML 2026). The label is the answer, and the
+rationale its span in the context.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from qkflow.data.splits import normalize_split
 from qkflow.data.tasks.examples import (
     Example,
     Span,
@@ -37,32 +38,44 @@ def load(
     keep_impossible: bool = False,
     shift_window: bool = False,
 ) -> TaskDataset:
-    """Questions of a SQuAD file, folder, or hub set (`hf`, `hf:rajpurkar/squad_v2`).
+    """Load the questions of a SQuAD file, folder, or hub dataset (`hf`, `hf:rajpurkar/squad_v2`).
 
-    An answer that does not stand at its `answer_start` is sought elsewhere in the context, nearest first; one
-    that stands nowhere is dropped; both are counted. `relocate` is for files whose offsets are guesses: an
-    answer that occurs several times moves to where it overlaps most of the other annotators' answers.
-    `window` cuts the context to that many characters either side of the answer (200 in the published study),
-    which puts the answer into its middle and gives its place away; `shifted` moves each window at random.
-    `keep_impossible` keeps the unanswerable questions of v2.0, with an empty answer.
+    An answer that is not at its `answer_start` is searched in the context, nearest first, and dropped if it
+    does not occur; both are counted.
+
+    window           cut the context to this many characters on either side of the answer (published: 200)
+    shift_window     shift each window at random; otherwise the answer is always in the middle
+    relocate         for files with unreliable offsets: move an answer that occurs several times to where it
+                     overlaps most of the other annotators' answers
+    keep_impossible  keep the unanswerable questions of v2.0, with an empty answer
     """
+    split = normalize_split(split)
     if is_hub_source(source):
         rows = list(_hub_questions(hub_rows(str(source), "rajpurkar/squad", split)))
+    elif split not in _FILES:
+        raise InputError(
+            f"SQuAD has no public {split} split: use train or validation", code="split-not-found"
+        )
     else:
-        if split not in _FILES:
-            raise InputError(f"SQuAD has no public '{split}' split: use train or validation")
-        rows = list(_file_questions(find_file(Path(source), _FILES[split], "SQuAD file")))
-    notes: Counter[str] = Counter()
+        rows = list(_file_questions(find_file(Path(source), _FILES[split], f"SQuAD {split} file")))
+    issue_counts: Counter[str] = Counter()
     examples = [
         example
         for name, question, context, answers in rows
         if (
             example := _build_example(
-                name, question, context, answers, (window, shift_window), relocate, keep_impossible, notes
+                name,
+                question,
+                context,
+                answers,
+                (window, shift_window),
+                relocate,
+                keep_impossible,
+                issue_counts,
             )
         )
     ]
-    return TaskDataset(examples, notes)
+    return TaskDataset(examples, issue_counts)
 
 
 SquadRow = tuple[str, str, str, list[tuple[str, int]]]  # name, question, context, [(answer, start)]
@@ -72,18 +85,23 @@ def _file_questions(path: Path) -> Iterator[SquadRow]:
     try:
         for article in read_json(path)["data"]:
             for paragraph in article["paragraphs"]:
-                for asked in paragraph["qas"]:
-                    answers = [] if asked.get("is_impossible") else asked["answers"]
-                    places = [(answer["text"], int(answer["answer_start"])) for answer in answers]
-                    yield str(asked["id"]), asked["question"], paragraph["context"], places
+                for qa in paragraph["qas"]:
+                    answers = [] if qa.get("is_impossible") else qa["answers"]
+                    starts = [(answer["text"], int(answer["answer_start"])) for answer in answers]
+                    yield str(qa["id"]), qa["question"], paragraph["context"], starts
+    except InputError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} is not laid out as SQuAD (data › paragraphs › qas): {error!r}") from None
+        raise InputError(
+            f"{path} has not the layout of SQuAD (data, paragraphs, qas): {error!r}",
+            code="unknown-squad-layout",
+        ) from None
 
 
 def _hub_questions(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[SquadRow]:
     for name, row in rows:
-        places = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
-        yield str(row.get("id", name)), row["question"], row["context"], places
+        starts = list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True))
+        yield str(row.get("id", name)), row["question"], row["context"], starts
 
 
 def _build_example(
@@ -99,39 +117,37 @@ def _build_example(
     if not answers:
         issue_counts["impossible questions " + ("kept" if keep_impossible else "dropped")] += 1
         return Example(name, _format_prompt(question, context)[0], "") if keep_impossible else None
-    places = [
-        place for answer in answers if (place := _locate_answer(context, *answer, issue_counts)) is not None
-    ]
-    if not places:
-        issue_counts["questions dropped: no answer stands in the context"] += 1
+    located = [_locate_answer(context, *answer, issue_counts) for answer in answers]
+    spans = [span for span in located if span is not None]
+    if not spans:
+        issue_counts["questions dropped: no answer is in the context"] += 1
         return None
     if relocate:
-        places = [_relocate_answer(context, place, places, issue_counts) for place in places]
-    start, end = places[0]
+        spans = [_relocate_answer(context, span, spans, issue_counts) for span in spans]
+    start, end = spans[0]
     low, high = _context_bounds(name, context, (start, end), *window)
     text, offset = _format_prompt(question, context[low:high])
     shift = offset - low
-    texts = list(dict.fromkeys(answer for answer, _ in answers))
-    facts = {"answers": texts, "question": question}
+    metadata = {"answers": list(dict.fromkeys(answer for answer, _ in answers)), "question": question}
     return Example(
-        name, text, context[start:end], rationales=(((start + shift, end + shift),),), metadata=facts
+        name, text, context[start:end], rationales=(((start + shift, end + shift),),), metadata=metadata
     )
 
 
 def _context_bounds(name: str, context: str, answer: Span, window: int | None, shift_window: bool) -> Span:
-    """The part of a context that is shown: all, or `window` characters either side of the answer."""
+    """Return the part of the context to keep: all, or `window` characters on either side of the answer."""
     if window is None:
         return 0, len(context)
     start, end = answer
     before = random.Random(name).randint(0, 2 * window) if shift_window else window
     low, high = start - before, end + 2 * window - before
-    if shift_window:  # as much text as there is, so that the window's size does not tell the answer's place
+    if shift_window:  # move the window inside the context: its size must not reveal the answer's position
         low, high = low - max(0, high - len(context)), high - min(0, low)
     return max(0, low), min(len(context), high)
 
 
 def _format_prompt(question: str, context: str) -> tuple[str, int]:
-    """The text, and where the context begins in it."""
+    """Return the prompt and the offset of the context in it."""
     head = f"Q: {question} C: "
     return f"{head}{context} A:", len(head)
 
@@ -139,28 +155,26 @@ def _format_prompt(question: str, context: str) -> tuple[str, int]:
 def _locate_answer(context: str, answer: str, start: int, issue_counts: Counter[str]) -> Span | None:
     if answer and context[start : start + len(answer)] == answer and start >= 0:
         return start, start + len(answer)
-    found = _occurrences(context, answer)
-    if not found:
+    occurrences = _occurrences(context, answer)
+    if not occurrences:
         issue_counts["answers dropped: not in the context"] += 1
         return None
-    issue_counts["answers found at another place than given"] += 1
-    return min(found, key=lambda span: abs(span[0] - start))
+    issue_counts["answers found at another offset"] += 1
+    return min(occurrences, key=lambda span: abs(span[0] - start))
 
 
 def _relocate_answer(
     context: str, answer_span: Span, answer_spans: list[Span], issue_counts: Counter[str]
 ) -> Span:
-    """The occurrence of an answer that overlaps most of the other places; the given one on a tie."""
-    others = [
-        each for each in answer_spans if each != answer_span
-    ]  # the same guess made twice supports nothing
+    """Return the occurrence of an answer that overlaps most of the other answers; on a tie, `answer_span`."""
+    others = [span for span in answer_spans if span != answer_span]  # equal spans are no evidence
 
-    def support(span: Span) -> int:
+    def n_overlaps(span: Span) -> int:
         return sum(span[0] < high and low < span[1] for low, high in others)
 
-    best = max([answer_span, *_occurrences(context, context[slice(*answer_span)])], key=support)
+    best = max([answer_span, *_occurrences(context, context[slice(*answer_span)])], key=n_overlaps)
     if best != answer_span:
-        issue_counts["answers moved to where the annotators agree"] += 1
+        issue_counts["answers moved to where annotators agree"] += 1
     return best
 
 
