@@ -1,4 +1,4 @@
-"""`qkflow data ...`: tables for people, one JSON object for programs, one sentence for mistakes."""
+"""`qkflow data`: tables, JSON, and errors with exit code 2."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from input_errors import raises_code
 from qkflow.cli import main
-from qkflow.errors import InputError
 
 SMALL = "patterns:documents=60,words=80"
 
@@ -27,10 +27,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.out
 
 
-def test_list_shows_sizes_and_licences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_sizes_and_licenses(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "list")
-    for words in ("speeches", "12 MB", "PSF-2.0", "wikitext-103", "ODC-BY"):
-        assert words in out
+    for text in ("speeches", "12 MB", "PSF-2.0", "wikitext-103", "ODC-BY"):
+        assert text in out
     listed = json.loads(run(capsys, "list", "--json"))["corpora"]
     names = {row["name"] for row in listed}
     assert {"speeches", "python", "patterns", "wikitext-2", "pubmed", "openwebtext", "c4"} < names
@@ -45,65 +45,68 @@ def test_prepare_describe_verify(capsys: pytest.CaptureFixture[str], cache: Path
     described = json.loads(run(capsys, "describe", SMALL, "--tokenizer", "bpe:300", "--json"))
     assert described["fingerprint"] == prepared["fingerprint"]
     assert 3 < described["unigram_entropy_bits"] < 8.3
-    assert 0 < described["repetition"]["copied"] < described["repetition"]["seen"] < 1
+    assert 0 < described["repetition"]["induction_1"] < described["repetition"]["seen"] < 1
     assert 0.2 < described["splits"]["train"]["tokens_per_byte"] < 0.8
     out = run(capsys, "describe", SMALL, "--tokenizer", "bpe:300")
     assert f"{described['unigram_entropy_bits']:.3f} bits per token" in out
     checked = json.loads(run(capsys, "verify", SMALL, "--tokenizer", "bpe:300", "--json"))
-    assert checked == {"corpus": SMALL, "damage": [], "fingerprint": prepared["fingerprint"]}
-    assert "every byte as recorded" in run(capsys, "verify", SMALL, "--tokenizer", "bpe:300")
+    assert checked == {"corpus": SMALL, "corrupted": [], "fingerprint": prepared["fingerprint"]}
+    assert "all checksums match" in run(capsys, "verify", SMALL, "--tokenizer", "bpe:300")
 
 
-def test_copying_text_is_described_as_such(capsys: pytest.CaptureFixture[str]) -> None:
-    copied = [
+def test_describe_measures_induction(capsys: pytest.CaptureFixture[str]) -> None:
+    described = [
         json.loads(run(capsys, "describe", f"{SMALL},repeat={repeat}", "--tokenizer", "bytes", "--json"))
         for repeat in ("0", "0.8")
     ]
-    assert copied[0]["repetition"]["copied_2"] < copied[1]["repetition"]["copied_2"]
+    assert described[0]["repetition"]["induction_2"] < described[1]["repetition"]["induction_2"]
 
 
-def test_brackets_in_a_path_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_brackets_in_paths_are_not_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"some text of {name}\n")
     name, options = f"{tmp_path}/[ab]*.txt", ["--tokenizer", "bytes", "--cache", f"{tmp_path}/[/cache]"]
     assert "[/cache]" in run(capsys, "prepare", name, *options)
-    assert run(capsys, "verify", name, *options).startswith(f"{name}: every byte")
+    assert run(capsys, "verify", name, *options).startswith(f"{name}: all checksums")
 
 
-def test_files_left_out_are_said_and_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_files_left_out_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for folder, others in (("one", ["[a].txt"]), ("two", [f"{number}.txt" for number in range(7)])):
         for name in ("train.txt", "dev.txt", *others):
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / name).write_text(f"some text of {name}\n")
-        # equal text is prepared once, but what lies beside it is said anew
+        # Both folders have the same text and the same token set, but other files left out.
         assert main.dispatch(["data", "prepare", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
-        said = capsys.readouterr().err
-        assert said.startswith(f"qkflow: {len(others)} file{'s' if others[1:] else ''} left out: {tmp_path}")
-        assert said.endswith(f"{folder}/[a].txt\n" if folder == "one" else "/4.txt, 2 more\n")
+        stderr = capsys.readouterr().err
+        assert stderr.startswith(
+            f"qkflow: {len(others)} file{'s' if others[1:] else ''} left out: {tmp_path}"
+        )
+        assert stderr.endswith(f"{folder}/[a].txt\n" if folder == "one" else "/4.txt and 2 more\n")
         assert main.dispatch(["data", "describe", str(tmp_path / folder), "--tokenizer", "bytes"]) == 0
         out = capsys.readouterr().out
         assert all(name in out for name in ("files left out", *others))
 
 
-def test_a_single_document_is_said_with_the_file_it_was_read_from(tmp_path: Path) -> None:
+def test_single_document_error_names_its_file(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"title": "about this corpus"}')
     (tmp_path / "text.txt").write_text("some text\n\n" * 1000)
-    with pytest.raises(InputError, match=r"\(read from .*meta.json\) holds a single document"):
+    with raises_code("single-document") as raised:
         main.dispatch(["data", "prepare", str(tmp_path), "--tokenizer", "bytes"])
+    assert "meta.json" in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "code"),
     [
-        (["prepare", "no such corpus"], "unknown corpus 'no such corpus'"),
-        (["describe", "/no/such/file.txt"], "there is no file or folder /no/such/file.txt"),
-        (["prepare", SMALL, "--tokenizer", "bpe:5"], "needs a vocabulary between 257"),
-        (["prepair", SMALL], "did you mean 'data prepare'"),
+        (["prepare", "no such corpus"], "unknown-corpus"),
+        (["describe", "/no/such/file.txt"], "corpus-not-found"),
+        (["prepare", SMALL, "--tokenizer", "bpe:5"], "invalid-vocab-size"),
+        (["prepair", SMALL], "unknown-command"),
     ],
 )
-def test_mistakes_are_one_sentence_and_exit_code_2(
+def test_errors_are_one_line_with_exit_code_2(
     arguments: list[str],
-    sentence: str,
+    code: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     cache: Path,
@@ -111,11 +114,11 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     monkeypatch.setattr("sys.argv", ["qkflow", "data", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main.main()
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert stopped.value.code == 2
-    assert sentence in said.err
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    assert f"[{code}]" in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
     assert not cache.exists()
 
 

@@ -1,4 +1,4 @@
-"""What is said of a corpus is true of corpora whose truth is known."""
+"""Corpus statistics on corpora with known values."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ import pytest
 from qkflow.data import stats
 
 
-def test_entropy_of_known_distributions() -> None:
+def test_unigram_entropy_of_known_distributions() -> None:
     assert stats.unigram_entropy(np.arange(8).repeat(5), 10) == pytest.approx(3.0)
     assert stats.unigram_entropy(np.zeros(7, np.uint16), 300) == 0.0
 
 
-def test_repetition_by_hand_stays_within_documents() -> None:
+def test_repetition_stays_within_documents() -> None:
     end = 9
     tokens = np.array([1, 2, 3, 1, 2, 3, end, 1, 2, 4, end])
     measured = stats.repetition_stats(tokens, end)
     assert measured["seen"] == pytest.approx(3 / 11)  # the second 1 2 3
-    assert measured["copied"] == pytest.approx(2 / 10)  # 2 after 1 and 3 after 2, not the end after 3
-    assert measured["copied_2"] == pytest.approx(1 / 9)  # 3 after 1 2
+    assert measured["induction_1"] == pytest.approx(2 / 10)  # 2 after 1 and 3 after 2, not the end after 3
+    assert measured["induction_2"] == pytest.approx(1 / 9)  # 3 after 1 2
 
 
-def test_repetition_agrees_with_the_definition_on_random_tokens() -> None:
+def test_repetition_matches_definition_on_random_tokens() -> None:
     random = np.random.default_rng(0)
     tokens = random.integers(0, 40, 3000)
     measured = stats.repetition_stats(tokens, 39)
-    seen = copied = copied_2 = 0
+    seen = hits_1 = hits_2 = 0
     start = 0
     for i, token in enumerate(tokens.tolist()):
         past = [j for j in range(max(start, i - stats.LOOKBACK_TOKENS), i) if tokens[j] == token]
         seen += bool(past)
         if i + 1 < len(tokens) and past:
-            copied += tokens[past[-1] + 1] == tokens[i + 1]
+            hits_1 += tokens[past[-1] + 1] == tokens[i + 1]
         pairs = [
             j for j in range(max(start, i - stats.LOOKBACK_TOKENS), i) if j + 1 < i + 1 and tokens[j] == token
         ]
         pairs = [j for j in pairs if i + 2 < len(tokens) and tokens[j + 1] == tokens[i + 1]]
         if pairs:
-            copied_2 += tokens[pairs[-1] + 2] == tokens[i + 2]
+            hits_2 += tokens[pairs[-1] + 2] == tokens[i + 2]
         if token == 39:
             start = i + 1
     assert measured["seen"] == pytest.approx(seen / 3000)
-    assert measured["copied"] == pytest.approx(copied / 2999)
-    assert measured["copied_2"] == pytest.approx(copied_2 / 2998)
+    assert measured["induction_1"] == pytest.approx(hits_1 / 2999)
+    assert measured["induction_2"] == pytest.approx(hits_2 / 2998)
 
 
-def test_what_lies_out_of_reach_does_not_count() -> None:
+def test_repetition_beyond_the_lookback_is_ignored() -> None:
     tokens = np.arange(2000)
     tokens[1500] = 100
     assert stats.repetition_stats(tokens, -1)["seen"] == 0.0
@@ -54,6 +54,6 @@ def test_what_lies_out_of_reach_does_not_count() -> None:
     assert stats.repetition_stats(tokens, -1)["seen"] == pytest.approx(1 / 2000)
 
 
-def test_duplicates() -> None:
+def test_duplicate_fraction() -> None:
     tokens = np.array([1, 2, 9, 1, 2, 9, 3, 9])
     assert stats.duplicate_fraction(tokens, np.array([0, 3, 6, 8])) == pytest.approx(1 / 3)

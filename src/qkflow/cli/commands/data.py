@@ -1,4 +1,4 @@
-"""`qkflow data ...`: the corpora, what is in them, and the cache they are prepared into."""
+"""`qkflow data ...`: list, prepare, describe and verify corpora."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CorpusArg = Annotated[str, tyro.conf.Positional]
 
 
 def list_corpora(*, json: bool = False) -> None:
-    """List the corpora known by name, with size and licence.
+    """List the corpora known by name, with size and license.
 
     Besides these, a corpus is any path (text, JSONL, CSV, TSV, Parquet, also compressed; a file, a folder or
-    a glob, with #column at its end) and any hub data set (hf:owner/name:config).
+    a glob, with #column at its end) and any hub dataset (hf:owner/name:config).
 
     examples:
       qkflow data list
@@ -32,8 +32,10 @@ def list_corpora(*, json: bool = False) -> None:
     if json:
         console.emit_json({"corpora": rows, "cache": str(default_cache_dir())})
         return
-    table = [[row["name"], row["size"], row["licence"], f"{row['what']}\n{row['from']}"] for row in rows]
-    _print_table(["corpus", "size", "licence", "what it is, and where from"], table)
+    table = [
+        [row["name"], row["size"], row["license"], f"{row['description']}\n{row['source']}"] for row in rows
+    ]
+    _print_table(["corpus", "size", "license", "description and source"], table)
 
 
 def _corpus_row(name: str, entry: corpora.CorpusInfo) -> dict[str, str]:
@@ -44,13 +46,19 @@ def _corpus_row(name: str, entry: corpora.CorpusInfo) -> dict[str, str]:
         except InputError:
             size = "not installed"
     source = f"hf:{entry.hub_spec}" if entry.hub_spec else "built in"
-    return {"name": name, "size": size, "licence": entry.license, "what": entry.description, "from": source}
+    return {
+        "name": name,
+        "size": size,
+        "license": entry.license,
+        "description": entry.description,
+        "source": source,
+    }
 
 
 def prepare(
     corpus: CorpusArg, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
 ) -> None:
-    """Tokenise a corpus into the cache; what is there already is found at once.
+    """Tokenize a corpus into the cache, or find it there.
 
     examples:
       qkflow data prepare speeches
@@ -61,21 +69,21 @@ def prepare(
     Args:
         corpus: a name of `qkflow data list`, a path, or hf:owner/name:config.
         tokenizer: bytes, bpe:SIZE (trained on the train split), a path, or hf:NAME.
-        cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
+        cache: folder of prepared corpora; default $QKFLOW_CACHE or the user's cache folder.
         json: print one JSON object instead of a table.
     """
-    described = pipeline.prepare(corpus, tokenizer, cache_dir=cache).describe()
+    description = pipeline.prepare(corpus, tokenizer, cache_dir=cache).describe()
     if json:
-        console.emit_json(described)
+        console.emit_json(description)
         return
-    _print_splits(described)
-    _print_plain(f"{described['folder']}  {described['fingerprint']}")
+    _print_splits(description)
+    _print_plain(f"{description['folder']}  {description['fingerprint']}")
 
 
 def describe(
     corpus: CorpusArg, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
 ) -> None:
-    """Say what a corpus is like: documents, tokens, bytes, entropy, and how much its own past foretells.
+    """Print statistics of a corpus: documents, tokens, bytes, entropy, repetition.
 
     examples:
       qkflow data describe speeches
@@ -85,37 +93,37 @@ def describe(
     Args:
         corpus: a name of `qkflow data list`, a path, or hf:owner/name:config.
         tokenizer: bytes, bpe:SIZE (trained on the train split), a path, or hf:NAME.
-        cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
+        cache: folder of prepared corpora; default $QKFLOW_CACHE or the user's cache folder.
         json: print one JSON object instead of tables.
     """
-    from qkflow.data.stats import compute_stats as measure
+    from qkflow.data.stats import compute_stats
 
-    described = measure(pipeline.prepare(corpus, tokenizer, cache_dir=cache))
+    stats = compute_stats(pipeline.prepare(corpus, tokenizer, cache_dir=cache))
     if json:
-        console.emit_json(described)
+        console.emit_json(stats)
         return
-    _print_splits(described)
-    repetition = described["repetition"]
-    facts = {
-        "tokenizer": f"{described['tokenizer']['spec']}, {described['tokenizer']['vocab_size']:,} tokens",
-        "unigram entropy": f"{described['unigram_entropy_bits']:.3f} bits per token",
-        "vocabulary used": f"{described['vocabulary_used']:.1%}",
-        f"seen in the last {repetition['reach']} tokens": f"{repetition['seen']:.1%} of tokens",
-        "foretold by copying what followed the last token": f"{repetition['copied']:.1%}",
-        "foretold by copying what followed the last two": f"{repetition['copied_2']:.1%}",
-        "repeated documents": f"{described['duplicate_documents']:.1%}",
-        "licence": described["corpus"]["licence"],
-        "fingerprint": described["fingerprint"],
+    _print_splits(stats)
+    repetition = stats["repetition"]
+    rows = {
+        "tokenizer": f"{stats['tokenizer']['spec']}, {stats['tokenizer']['vocab_size']:,} tokens",
+        "unigram entropy": f"{stats['unigram_entropy_bits']:.3f} bits per token",
+        "vocabulary used": f"{stats['vocab_used']:.1%}",
+        f"seen in the last {repetition['lookback_tokens']} tokens": f"{repetition['seen']:.1%} of tokens",
+        "induction accuracy, one token matched": f"{repetition['induction_1']:.1%}",
+        "induction accuracy, two tokens matched": f"{repetition['induction_2']:.1%}",
+        "duplicate documents": f"{stats['duplicate_documents']:.1%}",
+        "license": stats["corpus"]["license"],
+        "fingerprint": stats["fingerprint"],
     }
-    if left_out := described["corpus"].get("left_out"):
-        facts["files left out"] = "\n".join(left_out)
-    _print_table(["measure (train split)", "value"], [list(fact) for fact in facts.items()])
+    if left_out := stats["corpus"].get("left_out"):
+        rows["files left out"] = "\n".join(left_out)
+    _print_table(["statistic (train split)", "value"], [list(row) for row in rows.items()])
 
 
 def verify(
     corpus: CorpusArg, *, tokenizer: str = "bpe:2048", cache: Path | None = None, json: bool = False
 ) -> None:
-    """Check every byte of a prepared corpus against its checksums; what is damaged is named and made anew.
+    """Check every byte of a prepared corpus against its checksums, and prepare it again if it is corrupt.
 
     examples:
       qkflow data verify speeches
@@ -124,19 +132,19 @@ def verify(
     Args:
         corpus: a name of `qkflow data list`, a path, or hf:owner/name:config.
         tokenizer: the tokenizer it was prepared with.
-        cache: where prepared sets live; otherwise $QKFLOW_CACHE or the user's cache folder.
-        json: print one JSON object instead of a sentence.
+        cache: folder of prepared corpora; default $QKFLOW_CACHE or the user's cache folder.
+        json: print one JSON object instead of a line.
     """
-    tokens, damage = pipeline.verify(corpus, tokenizer, cache_dir=cache)
+    tokens, corrupted = pipeline.verify(corpus, tokenizer, cache_dir=cache)
     if json:
-        console.emit_json({"corpus": corpus, "damage": damage, "fingerprint": tokens.fingerprint})
+        console.emit_json({"corpus": corpus, "corrupted": corrupted, "fingerprint": tokens.fingerprint})
         return
-    found = f"{len(damage)} damaged, made anew: {'; '.join(damage)}" if damage else "every byte as recorded"
-    _print_plain(f"{corpus}: {found} ({tokens.fingerprint})")
+    result = f"corrupt, prepared again: {'; '.join(corrupted)}" if corrupted else "all checksums match"
+    _print_plain(f"{corpus}: {result} ({tokens.fingerprint})")
 
 
 def _print_plain(text: str) -> None:
-    """Print a line as it is: brackets in a path are no markup."""
+    """Print a line without markup: a path may contain brackets."""
     console.out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

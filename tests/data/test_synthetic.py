@@ -1,0 +1,44 @@
+"""The synthetic corpus `patterns`: reproducible text, and options that do what they promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from qkflow.data.synthetic import parse_options, word_for_rank
+
+PATTERNS_OF_SEED_7 = [
+    "geba lafo fe gu kaba. da niba kubo vibo nu gu ba.\n",
+    "be diba kubi ga zuba bi pi du zibu bebi ruba gi.\n",
+    "li fogi zubi podi fugu rifo be ru fa vefu. ke taga.\n",
+]
+
+
+def test_text_of_a_seed_is_fixed() -> None:
+    texts = list(parse_options("documents=3,words=12,seed=7").generate_documents())
+    assert texts == PATTERNS_OF_SEED_7
+    assert len({word_for_rank(rank) for rank in range(10_000)}) == 10_000
+
+
+def test_options_set_repetition_topics_and_zipf() -> None:
+    def words(options: str) -> list[list[str]]:
+        return [text.replace(".", "").split() for text in parse_options(options).generate_documents()]
+
+    def repeated_trigrams(documents: list[list[str]]) -> float:
+        again = [
+            len(document) - 2 - len(set(zip(document, document[1:], document[2:], strict=False)))
+            for document in documents
+        ]
+        return sum(again) / sum(map(len, documents))
+
+    copying = [repeated_trigrams(words(f"repeat={repeat},documents=50")) for repeat in (0, 0.3, 0.6)]
+    assert copying[0] < 0.02
+    assert copying[0] + 0.15 < copying[1] < copying[2] - 0.15
+
+    def shared(options: str) -> float:
+        one, other = (set(document) for document in words(f"{options},documents=2,words=2000,repeat=0"))
+        return len(one & other) / len(one | other)
+
+    assert shared("topics=2,mixing=0") < shared("topics=2,mixing=0.5") < shared("topics=1")
+    common = Counter(word for document in words("repeat=0,documents=50") for word in document).most_common(10)
+    assert 1.6 < common[0][1] / common[1][1] < 2.5  # Zipf: the second word half as often as the first
+    assert 3 < common[0][1] / common[3][1] < 5
