@@ -1,4 +1,4 @@
-"""Tiny fresh models of many `transformers` families."""
+"""Tiny untrained models of many `transformers` families."""
 
 from __future__ import annotations
 
@@ -85,12 +85,55 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 FUSED = ("phi3", "gpt2", "gpt_neox", "bloom", "falcon", "gpt_bigcode", "modernbert")
 BIDIRECTIONAL = ("bert", "roberta", "distilbert", "modernbert", "t5_encoder")
 
+DECODER: dict[str, Any] = {
+    "vocab_size": 96,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+# encoder-decoder family -> (model class, config class, config)
+SEQ2SEQ: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "t5": (
+        transformers.T5ForConditionalGeneration,
+        transformers.T5Config,
+        {**FAMILIES["t5_encoder"][2], "decoder_start_token_id": 0, "eos_token_id": 2},
+    ),
+    "bart": (transformers.BartForConditionalGeneration, transformers.BartConfig, DECODER),
+    "whisper": (
+        transformers.WhisperForConditionalGeneration,
+        transformers.WhisperConfig,
+        {**DECODER, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32},
+    ),
+}
+
 
 def tiny(family: str, **changes: Any) -> Any:
-    """A fresh model of a family, in evaluation mode, the same at every call."""
+    """Return an untrained model of a family in eval mode, with the same weights at every call."""
     torch.manual_seed(0)
     model, config, options = FAMILIES[family]
     return model(config(**{**options, **changes})).eval()
+
+
+def seq2seq(family: str) -> Any:
+    """Return an untrained encoder-decoder model in eval mode, with the same weights at every call."""
+    torch.manual_seed(0)
+    model, config, options = SEQ2SEQ[family]
+    return model(config(**options)).eval()
+
+
+def seq2seq_inputs(family: str) -> dict[str, Tensor]:
+    """Return inputs of its encoder: token ids, or mel spectrograms (B, bins, frames)."""
+    if family == "whisper":
+        return {"input_features": torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))}
+    return {"input_ids": token_ids(2, 7)}
 
 
 def token_ids(batch: int = 2, length: int = 9) -> Tensor:
@@ -98,14 +141,14 @@ def token_ids(batch: int = 2, length: int = 9) -> Tensor:
 
 
 def output(model: Any, ids: Tensor) -> Tensor:
-    """Logits, or the last hidden state of a model without a head."""
+    """Return the logits, or the last hidden state of a model without a head."""
     with torch.no_grad():
-        found = model(input_ids=ids)
-    return found.logits if "logits" in found else found.last_hidden_state
+        out = model(input_ids=ids)
+    return out.logits if "logits" in out else out.last_hidden_state
 
 
 def disturb(model: torch.nn.Module, amount: float = 0.3) -> None:
-    """Move couplings away from their start, so that they do something."""
+    """Add noise to the weights of couplings, so that they differ from the identity."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -7,40 +7,41 @@ import torch
 import transformers
 
 from families import FAMILIES, FUSED, GROUPED, output, tiny, token_ids
+from input_errors import raises_code
 from qkflow import hf
 from qkflow.attention.init import InitScheme, ParamSampler
 from qkflow.attention.projections import FactorizedOV, FactorizedQK
-from qkflow.errors import InputError
-from qkflow.hf.attention_layers import find_attention_layers, linear_weight
+from qkflow.hf.attention_layers import AttentionLayer, find_attention_layers, linear_weight
 from qkflow.hf.parameter_roles import infer_parameter_roles
 
 
-def projection(site: object, part: str) -> torch.Tensor:
-    weight = linear_weight(site.module.get_submodule(getattr(site, part)))
-    return weight[site.rows(part)]
+def projection(layer: AttentionLayer, part: str) -> torch.Tensor:
+    name = {"q": layer.q_name, "k": layer.k_name, "v": layer.v_name}[part]
+    assert name is not None
+    return linear_weight(layer.module.get_submodule(name))[layer.rows(part)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("start", ["gpt2", "symmetric=1"])
-def test_every_family_starts_again(family: str, start: str) -> None:
+@pytest.mark.parametrize("init", ["gpt2", "symmetric=1"])
+def test_families(family: str, init: str) -> None:
     model, again = tiny(family), tiny(family)
-    changes = hf.reinitialize(model, start, seed=3)
-    hf.reinitialize(again, start, seed=3)
+    changes = hf.reinitialize(model, init, seed=3)
+    hf.reinitialize(again, init, seed=3)
     roles = infer_parameter_roles(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
-    assert matrices <= {change.name for change in changes}, "every matrix was started again"
+    assert matrices <= {change.name for change in changes}, "every matrix was reinitialized"
     assert not any(roles[change.name] in ("norm", "qk_norm") for change in changes)
     assert torch.isfinite(output(model, token_ids())).all()
-    for site in find_attention_layers(model):
-        qk = FactorizedQK(64, site.heads, bias=False)
+    for layer in find_attention_layers(model):
+        qk = FactorizedQK(64, layer.heads, bias=False)
         with torch.no_grad():
-            qk.init_parameters(ParamSampler(InitScheme.parse(start), 3, 2, site.name))
-        assert torch.equal(projection(site, "q"), qk.q.weight)
-        assert torch.equal(projection(site, "k"), qk.k.weight)
+            qk.init_parameters(ParamSampler(InitScheme.parse(init), 3, 2, layer.name))
+        assert torch.equal(projection(layer, "q"), qk.q.weight)
+        assert torch.equal(projection(layer, "k"), qk.k.weight)
 
 
-def test_standard_deviations_are_those_of_the_start() -> None:
+def test_standard_deviations() -> None:
     model = tiny("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=True)
     after = {change.name: change.std_after for change in hf.reinitialize(model, "gpt2", seed=0)}
     for name, expected in {
@@ -64,13 +65,13 @@ WIDE: dict[str, Any] = {**GROUPED, "hidden_size": 256, "num_hidden_layers": 1, "
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_experts_are_drawn_for_the_inputs_that_each_one_reads(transposed: bool) -> None:
+def test_expert_fan_in(transposed: bool) -> None:
     if transposed:
         config = transformers.GptOssConfig(
             **{**WIDE, "intermediate_size": 32}, head_dim=16, num_local_experts=4
         )
         model = transformers.GptOssForCausalLM(config)
-        with pytest.raises(InputError, match=r"sinks.*Pass roles="):
+        with raises_code("unknown-parameter-role"):
             hf.reinitialize(model)
     else:
         model = transformers.Qwen3MoeForCausalLM(
@@ -85,7 +86,7 @@ def test_experts_are_drawn_for_the_inputs_that_each_one_reads(transposed: bool) 
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
 
 
-def test_parameters_of_other_kinds_keep_the_start_of_their_family() -> None:
+def test_activation_parameters_keep_their_init() -> None:
     model = transformers.ApertusForCausalLM(transformers.ApertusConfig(**GROUPED))
     activation = model.model.layers[0].mlp.act_fn
     before = activation.alpha_p.clone(), activation.alpha_n.clone()
@@ -94,7 +95,7 @@ def test_parameters_of_other_kinds_keep_the_start_of_their_family() -> None:
     assert (activation.alpha_p, activation.alpha_n) == before
 
 
-def test_biases_of_experts_start_at_zero() -> None:
+def test_expert_biases_are_zero() -> None:
     options = {
         **WIDE,
         "moe_num_experts": 4,
@@ -109,7 +110,7 @@ def test_biases_of_experts_start_at_zero() -> None:
     assert not any(bias.any() for bias in biases)
 
 
-def test_patches_are_drawn_for_all_that_they_hold() -> None:
+def test_convolution_fan_in() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=8))
     after = {change.name: change.std_after for change in hf.reinitialize(model, "fan_in", seed=0)}
@@ -118,24 +119,24 @@ def test_patches_are_drawn_for_all_that_they_hold() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_a_mimetic_start_writes_both_circuits(family: str) -> None:
+def test_mimetic_init_of_both_circuits(family: str) -> None:
     model = tiny(family)
     hf.reinitialize(model, "mimetic", seed=1)
-    site = find_attention_layers(model)[0]
-    ov = FactorizedOV(64, site.heads, bias=False)
+    layer = find_attention_layers(model)[0]
+    ov = FactorizedOV(64, layer.heads, bias=False)
     with torch.no_grad():
-        ov.init_parameters(ParamSampler(InitScheme.parse("mimetic"), 1, 2, site.name))
-    assert torch.equal(projection(site, "v"), ov.v.weight)
+        ov.init_parameters(ParamSampler(InitScheme.parse("mimetic"), 1, 2, layer.name))
+    assert torch.equal(projection(layer, "v"), ov.v.weight)
     output_layer = {"llama": "o_proj", "gpt2": "c_proj"}.get(family)
-    layer = (
+    o = (
         model.get_submodule("bert.encoder.layer.0.attention.output.dense")
         if output_layer is None
-        else site.module.get_submodule(output_layer)
+        else layer.module.get_submodule(output_layer)
     )
-    assert torch.equal(linear_weight(layer), ov.o.weight)
+    assert torch.equal(linear_weight(o), ov.o.weight)
 
 
-def test_a_symmetric_start_is_a_merged_drift() -> None:
+def test_symmetric_init_is_a_merged_drift() -> None:
     family = FUSED[0]
     symmetric, drifting = tiny(family), tiny(family)
     hf.reinitialize(symmetric, "fan_in+symmetric=0.5", seed=2)
@@ -144,12 +145,12 @@ def test_a_symmetric_start_is_a_merged_drift() -> None:
     torch.testing.assert_close(output(symmetric, token_ids()), output(drifting, token_ids()))
 
 
-def test_a_padding_embedding_stays_zero() -> None:
+def test_padding_embedding_is_zero() -> None:
     model = tiny("llama")
     hf.reinitialize(model, "gpt2", seed=0)
     assert not model.model.embed_tokens.weight[0].any()
 
 
-def test_unknown_starts_are_refused() -> None:
-    with pytest.raises(InputError, match=r"unknown start 'gtp2'"):
+def test_unknown_init_is_refused() -> None:
+    with raises_code("unknown-init"):
         hf.reinitialize(tiny("llama"), "gtp2")

@@ -1,13 +1,11 @@
-"""Put a coupling into the attention layers of a model that somebody else wrote, and take it out again.
-
-`attention_layers` finds the layers and their projections; `coupled_layer` is what replaces a layer.
-"""
+"""Attach couplings to the attention layers of a `transformers` model, and detach or merge them."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,10 +14,12 @@ from torch import nn
 from qkflow.attention import couplings
 from qkflow.attention.init import InitScheme, ParamSampler, SupportsInit
 from qkflow.attention.registry import Spec
-from qkflow.errors import InputError
+from qkflow.errors import InputError, join_limited
 from qkflow.hf.attention_layers import (
     AttentionLayer,
     check_drift_foldable,
+    check_no_cross_attention,
+    cross_attention_layers,
     find_attention_layers,
     fold_drift,
     get_factory_kwargs,
@@ -27,56 +27,53 @@ from qkflow.hf.attention_layers import (
 )
 from qkflow.hf.coupled_layer import CoupledAttention, couple_layer, uncouple_layer
 
-PEFT_PARAMETER_NAMES = (
-    ".modules_to_save.",
-    "prompt_encoder.",
-    "adaption_prompt",
-    "adaption_gate",
-)  # beside layers
+# parameters that PEFT adds outside of adapter layers
+PEFT_PARAMETER_NAMES = (".modules_to_save.", "prompt_encoder.", "adaption_prompt", "adaption_gate")
 
 
 def attach(
     model: nn.Module,
     coupling: str | Spec = "affine",
     *,
-    layers: Iterable[int] | None = None,
+    layers: str | Iterable[int | str] | None = None,
     init: str | InitScheme = "gpt2",
     seed: int | None = None,
     freeze_base: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Couple the queries and keys of a `transformers` model (or one built like it), in place.
+    """Couple the queries and keys of a `transformers` model (or one with the same structure), in place.
 
         model = AutoModelForCausalLM.from_pretrained("gpt2")
-        attach(model, "affine", hidden=16)            # the same as "affine:hidden=16"
+        attach(model, "affine", hidden_dim=16)            # the same as "affine:hidden_dim=16"
 
-    layers         numbers of the attention layers that can be coupled, counted from 0 (negative: from the
-                   end); default all, which must be all that the model has
-    start, seed    how the coupling's networks start; a seed makes it repeatable
+    layers         self-attention layers: indices from 0 (negative from the end), module names, or name
+                   patterns ("decoder.*"). Default: all; a model with attention that cannot be coupled
+                   (cross-attention, linear attention, latent keys) needs an explicit choice.
+    init, seed     init of the coupling's networks, reproducible with a seed
     freeze_base    train the coupling alone
 
-    Couplings that start as the identity (`affine`) leave the model's output bit for bit as it was.
+    A coupling with identity init (`affine`) leaves the output of the model bit-identical.
     """
-    given = Spec.parse(coupling)
-    spec = couplings.check(Spec(given.name, {**given.options, **options}))
-    base = unwrap_model(model)  # names, and with them seeded starts, are those of the model itself
-    sites = _select_layers(base, layers)
-    for site in sites:
-        check_can_attach(site)
+    parsed = Spec.parse(coupling)
+    spec = couplings.check(Spec(parsed.name, {**parsed.options, **options}))
+    base = unwrap_model(model)  # its parameter names seed the init, whatever wraps it
+    selected = _select_layers(base, layers)
+    for layer in selected:
+        check_can_attach(layer)
     seed = int(torch.randint(2**62, ())) if seed is None else seed
-    for site in sites:
-        part = couplings.build(
-            spec, site.heads, get_factory_kwargs(site.module.get_submodule(site.q_name), base)
+    for layer in selected:
+        module = couplings.build(spec, layer.heads, get_factory_kwargs(layer.q, base))
+        _init_coupling(
+            module, ParamSampler(InitScheme.parse(init), seed, len(selected), f"{layer.name}.coupling")
         )
-        _init_coupling(part, ParamSampler(InitScheme.parse(init), seed, len(sites), f"{site.name}.coupling"))
-        couple_layer(site, str(spec), part)
+        couple_layer(layer, str(spec), module)
     if freeze_base:
         freeze_base_model(model)
     return model
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside what `torch.compile`, data parallelism and PEFT wrap around it."""
+    """Return the model inside `torch.compile`, data-parallel and PEFT wrappers."""
     for attribute in ("_orig_mod", "module"):
         inner = getattr(model, attribute, None)
         if isinstance(inner, nn.Module):
@@ -86,57 +83,59 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def detach(model: nn.Module) -> nn.Module:
-    """Take every coupling off again, in place: the model is what it was before `attach`."""
+    """Remove every coupling, in place: the model is as before `attach`."""
     for _, layer in named_coupled_layers(model):
         uncouple_layer(layer)
     return model
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Fold every `drift` into the query projections, in place: a plain `transformers` model remains.
+    """Fold every linear coupling into the query projections, in place: a plain `transformers` model remains.
 
-    q + Δ·k = (W_Q + Δ·W_K)·x for each head, so the output stays the same up to rounding.
+    q + d_h·k = (W_Q + d_h·W_K)·x for each head h, so the output is the same up to rounding.
     """
-    layers = list(named_coupled_layers(model))
-    if not layers:
-        raise InputError("no coupling is attached to this model, so there is nothing to merge")
-    sites = {site.name: site for site in find_attention_layers(model)}
-    for name, layer in layers:  # all of them are checked before the first is changed
-        if Spec.parse(layer.coupling_info.spec).name != "drift":
+    coupled = named_coupled_layers(model)
+    if not coupled:
+        raise InputError("cannot merge: no coupling is attached to this model", code="no-coupling")
+    layers = {layer.name: layer for layer in find_attention_layers(model)}
+    for name, module in coupled:  # check all before changing any
+        if Spec.parse(module.coupling_info.spec).name != "drift":
             raise InputError(
-                f"'{name}' has the coupling '{layer.coupling_info.spec}', which is not linear and cannot "
-                "become weights: only 'drift' merges; keep the coupling attached and save it with hf.save_adapter"
+                f"cannot merge '{name}': its coupling '{module.coupling_info.spec}' is not linear; keep it "
+                "attached and save it with hf.save_adapter",
+                code="coupling-not-linear",
             )
-        check_drift_foldable(sites[name])
-    _check_weights_not_shared(model, (sites[name] for name, _ in layers))
-    for name, layer in layers:
-        fold_drift(sites[name], layer.coupling.take_linear_drift())  # type: ignore[operator]
+        check_drift_foldable(layers[name])
+    _check_weights_not_shared(model, (layers[name] for name, _ in coupled))
+    for name, module in coupled:
+        fold_drift(layers[name], module.coupling.take_linear_drift())  # type: ignore[operator]
     return detach(model)
 
 
 def _check_weights_not_shared(model: nn.Module, attn_layers: Iterable[AttentionLayer]) -> None:
-    """An error if query weights belong to other layers too, which would get the drift as well, or twice."""
+    """Raise if another module uses the same query weights: it would get the drift as well."""
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    for site in attn_layers:
-        if any(owners[id(p)] > 1 for p in site.module.get_submodule(site.q_name).parameters()):
+    for layer in attn_layers:
+        if any(owners[id(p)] > 1 for p in layer.q.parameters()):
             raise InputError(
-                f"'{site.name}.{site.q_name}' shares its weights with another layer, so no drift can be folded "
-                "into them: keep the coupling attached and save it with hf.save_adapter"
+                f"cannot merge '{layer.name}': another layer shares the weights of '{layer.q_name}'; keep "
+                "the coupling attached and save it with hf.save_adapter",
+                code="shared-weights",
             )
 
 
 def named_coupled_layers(model: nn.Module) -> list[tuple[str, CoupledAttention]]:
-    """The coupled layers of a model and their names."""
-    found = model.named_modules()
-    return [(name, module) for name, module in found if isinstance(module, CoupledAttention)]
+    """Return (name, layer) of every coupled layer."""
+    modules = model.named_modules()
+    return [(name, module) for name, module in modules if isinstance(module, CoupledAttention)]
 
 
 def freeze_base_model(model: nn.Module) -> None:
-    """Train the couplings, and adapters that PEFT has put in, but nothing of the model itself."""
+    """Set `requires_grad` for couplings only; PEFT adapters keep theirs."""
     adapters = {
         id(parameter)
         for module in model.modules()
-        for name in getattr(module, "adapter_layer_names", ())  # what PEFT calls the parts that it put in
+        for name in getattr(module, "adapter_layer_names", ())  # PEFT's list of what it added
         for parameter in _parameters(getattr(module, name, None))
     }
     for name, parameter in model.named_parameters():
@@ -153,7 +152,7 @@ def _parameters(part: object) -> Iterable[nn.Parameter]:
 
 
 def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
-    """Print and return how many parameters train, belong to couplings, and exist."""
+    """Print and return the numbers of trainable, coupling and all parameters."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     added = sum(p.numel() for _, layer in named_coupled_layers(model) for p in layer.coupling.parameters())
     total = sum(p.numel() for p in model.parameters())
@@ -164,47 +163,101 @@ def print_trainable_parameters(model: nn.Module) -> tuple[int, int, int]:
     return trainable, added, total
 
 
-def _select_layers(model: nn.Module, layers: Iterable[int] | None) -> list[AttentionLayer]:
-    sites = find_attention_layers(model)
+def _select_layers(model: nn.Module, layers: str | Iterable[int | str] | None) -> list[AttentionLayer]:
+    available = find_attention_layers(model)
     if layers is None:
-        left = unsupported_layers(model, sites)
-        if left:
-            raise InputError(
-                f"{', '.join(left[:3])}{f' and {len(left) - 3} more' if len(left) > 3 else ''} cannot be "
-                "coupled, having no keys of their own or no softmax: layers=… chooses among the "
-                f"{len(sites)} attention layers that can, e.g. layers=range({len(sites)}) for all of them"
-            )
-        return sites
+        _check_all_supported(model, available)
+        return available
+    choices: list[int | str] = [layers] if isinstance(layers, str) else _as_list(layers)
+    if not choices:
+        raise InputError(
+            "layers is empty: name at least one attention layer, or leave it out for all", code="no-layers"
+        )
+    selected: dict[str, AttentionLayer] = {}
+    for choice in choices:
+        for layer in _match_layers(model, choice, available):
+            selected[layer.name] = layer
+    return list(selected.values())
+
+
+def _as_list(layers: Iterable[int | str]) -> list[int | str]:
     try:
-        numbers = [operator.index(layer) for layer in layers]
+        return [layer if isinstance(layer, str) else operator.index(layer) for layer in layers]
     except TypeError:
         raise InputError(
-            f"layers are whole numbers, counted from 0 or from the end, e.g. layers=[0, -1], not {layers!r}"
+            f"layers takes indices and names, e.g. layers=[0, -1] or layers='decoder.*', not {layers!r}",
+            code="invalid-layers",
         ) from None
-    if not numbers:
-        raise InputError("layers is empty: name at least one attention layer, or leave it out for all")
-    for number in numbers:
-        if not -len(sites) <= number < len(sites):
-            raise InputError(f"there is no attention layer {number}: the model has {len(sites)}, from 0")
-    return [sites[number] for number in dict.fromkeys(number % len(sites) for number in numbers)]
+
+
+def _match_layers(
+    model: nn.Module, choice: int | str, available: list[AttentionLayer]
+) -> list[AttentionLayer]:
+    """Return the layers that one entry of `layers=` selects."""
+    if isinstance(choice, str):
+        matches = [layer for layer in available if fnmatchcase(layer.name, choice)]
+        if matches:
+            return matches
+        if any(fnmatchcase(name, choice) for name in cross_attention_layers(model)):
+            raise InputError(
+                f"'{choice}' selects only cross-attention, where no token has both a query and a key: select "
+                f"self-attention layers, e.g. '{available[-1].name}'",
+                code="cross-attention",
+            )
+        names = join_limited([layer.name for layer in available], 4)
+        raise InputError(
+            f"no self-attention layer matches '{choice}': the model has {names}", code="unknown-layer"
+        )
+    if not -len(available) <= choice < len(available):
+        raise InputError(
+            f"there is no attention layer {choice}: the model has {len(available)}, from 0",
+            code="unknown-layer",
+        )
+    return [available[choice]]
+
+
+def _check_all_supported(model: nn.Module, available: list[AttentionLayer]) -> None:
+    """Raise if `layers=None` would leave out attention layers that cannot be coupled."""
+    check_no_cross_attention(
+        model,
+        f"select self-attention layers with layers=, e.g. layers='{available[-1].name}' or "
+        f"layers=range({len(available)}) for all, or pass a part of the model, e.g. model.get_encoder()",
+    )
+    unsupported = unsupported_layers(model, available)
+    if unsupported:
+        raise InputError(
+            f"{join_limited(unsupported)} cannot be coupled, having no keys of their own or no softmax: "
+            f"select among the {len(available)} other attention layers with layers=, e.g. "
+            f"layers=range({len(available)}) for all of them",
+            code="unsupported-attention",
+        )
 
 
 def check_can_attach(attn_layer: AttentionLayer) -> None:
-    """An error unless this layer can be given a coupling."""
-    if isinstance(attn_layer.module, CoupledAttention):
+    """Raise unless this layer can be given a coupling."""
+    name, module = attn_layer.name, attn_layer.module
+    if isinstance(module, CoupledAttention):
         raise InputError(
-            f"'{attn_layer.name}' already has the coupling '{attn_layer.module.coupling_info.spec}': detach(model) first"
+            f"'{name}' already has the coupling '{module.coupling_info.spec}': call hf.detach(model) first",
+            code="already-coupled",
         )
-    if hasattr(attn_layer.module, "coupling"):
+    if hasattr(module, "coupling"):
         raise InputError(
-            f"'{attn_layer.name}' has an attribute `coupling` of its own, so none can be attached"
+            f"'{name}' has an attribute `coupling` of its own, so none can be attached", code="name-conflict"
         )
-    if "forward" in vars(attn_layer.module) and "_old_forward" not in vars(attn_layer.module):
+    if "forward" in vars(module) and "_old_forward" not in vars(module):  # the latter is accelerate's
         raise InputError(
-            f"the forward of '{attn_layer.name}' has been replaced on the layer itself, so a coupling would never "
-            "run: attach first, then add what replaced it"
+            f"the forward of '{name}' was replaced on the instance, so a coupling would not run: attach "
+            "first, then replace it",
+            code="forward-replaced",
         )
-    _ = attn_layer.layout  # asks the model, which may not know
+    if getattr(module, "share_att_key", False) and getattr(module, "relative_attention", True):
+        raise InputError(
+            f"'{name}' ({type(module).__name__}) projects positions with its query and key projections "
+            "(share_att_key=True), which a coupling does not support: use a model with share_att_key=False",
+            code="shared-key-projection",
+        )
+    _ = attn_layer.layout  # raises if it cannot be inferred
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""Where the queries and keys are in a model that somebody else wrote.
+"""Find the self-attention layers of a model by their projections.
 
-Attention is found by its structure: a module with a query and a key projection as children, or with one
-fused projection of queries, keys and values, of which `qkflow.hf.qkv_layout` finds out how it is cut.
+A module is attention if it has a query and a key projection as children (`q_proj`/`k_proj`, `query`/`key`, …)
+or one fused query-key-value projection (`c_attn`, `qkv_proj`, …). The column order of a fused projection is
+inferred by `qkflow.hf.qkv_layout`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from qkflow.attention import Attention
 from qkflow.attention.heads import HeadShapes
-from qkflow.errors import InputError
+from qkflow.errors import InputError, join_limited
 from qkflow.hf.qkv_layout import QKVLayout, infer_qkv_layout
 
 SEPARATE_PROJECTIONS = (
@@ -34,20 +35,20 @@ FUSED_PROJECTIONS = ("c_attn", "qkv_proj", "query_key_value", "Wqkv", "qkv")
 HEAD_DIM_ATTRIBUTES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "dim_per_head")
 N_HEADS_ATTRIBUTES = ("num_attention_heads", "num_heads", "n_heads", "n_head")
 CROSS_ATTENTION_PATTERN = re.compile(r"cross_?att|encoder_attn|encdec", re.IGNORECASE)
-LINEAR_ATTENTION_PATTERN = re.compile(
-    r"Delta|Lightning|Linear(Self)?Att"
-)  # no softmax compares their queries and keys
+LINEAR_ATTENTION_PATTERN = re.compile(r"Delta|Lightning|Linear(Self)?Att")  # class names; no softmax(QKᵀ)
 LATENT_QUERY_PROJECTIONS = ("q_a_proj", "q_b_proj", "wq_a", "wq_b", "linear_q")
 QUERY_PROJECTIONS = {
     *(names[0] for names in SEPARATE_PROJECTIONS),
     *FUSED_PROJECTIONS,
     *LATENT_QUERY_PROJECTIONS,
-}  # children that only attention has
+}  # child names that occur only in attention modules
+
+FactoryKwargs = dict[str, Any]  # device and dtype
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One self-attention layer: the module, the names of its projections, and its heads."""
+    """A self-attention module, the names of its projections, and its head counts."""
 
     name: str
     module: nn.Module
@@ -55,68 +56,83 @@ class AttentionLayer:
     k_name: str
     v_name: str | None
     heads: HeadShapes
-    infer_layout: Callable[[], QKVLayout] | None = (
-        None  # where queries, keys and values are one fused projection
-    )
+    infer_layout: Callable[[], QKVLayout] | None = None  # only for a fused projection
 
     @cached_property
     def layout(self) -> QKVLayout | None:
-        """How a fused projection is cut, asked when it is needed: not every layer can be."""
+        """Column order of a fused projection. Inferred lazily: it runs the model, and not every layer can."""
         return None if self.infer_layout is None else self.infer_layout()
 
+    @property
+    def q(self) -> nn.Module:
+        return self.module.get_submodule(self.q_name)
+
+    @property
+    def k(self) -> nn.Module:
+        return self.module.get_submodule(self.k_name)
+
     def rows(self, part: str) -> Tensor | slice:
-        """Which outputs of its projection are the queries (`q`), the keys or the values."""
+        """Return the weight rows of its projection that compute part `q`, `k` or `v`."""
         return slice(None) if self.layout is None else self.layout.rows()["qkv".index(part)]
 
 
 def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """Every self-attention layer of `model`, in order; an error says what was found where there is none."""
+    """Return the self-attention layers of `model` in module order; raise if there is none.
+
+    Cross-attention is left out: no token has both a query and a key there.
+    """
     check_weights_loaded(model)
     if any(isinstance(module, Attention) for module in model.modules()):
         raise InputError(
-            "this is a qkflow model, whose coupling and start are part of it: build it with "
-            "QKFlowConfig(attention={'coupling': …}, start=…), or train it with qkflow train --coupling"
+            "this is a qkflow model, whose coupling and init are part of its config: build it with "
+            "QKFlowConfig(attention={'coupling': …}, init=…), or train it with qkflow train --coupling",
+            code="qkflow-model",
         )
-    known: dict[tuple[Any, ...], QKVLayout] = {}  # layers of one kind are cut alike, so one is asked
-    sites = []
-    for name, module, kind in iter_attention_modules(model):
-        check_self_attention(name, module)
-        if len(kind) == 1:
-            sites.append(_fused_attention_layer(model, name, module, kind[0], known))
+    layouts: dict[tuple[Any, ...], QKVLayout] = {}  # inferred once per module class and shape
+    layers = []
+    for name, module, projections in iter_attention_modules(model):
+        if is_cross_attention(name, module):
+            continue
+        if len(projections) == 1:
+            layers.append(_fused_attention_layer(model, name, module, projections[0], layouts))
         else:
-            sites.append(_separate_attention_layer(name, module, *kind))
-    if not sites:
-        raise InputError(_not_found_message(model))
-    return sites
+            layers.append(_separate_attention_layer(name, module, *projections))
+    if not layers:
+        raise InputError(_not_found_message(model), code="no-attention-layers")
+    return layers
 
 
 def unsupported_layers(model: nn.Module, attn_layers: list[AttentionLayer]) -> list[str]:
-    """Layers with queries that are none of these: with latent keys, another layer's keys, or no softmax."""
-    seen = {module for site in attn_layers for module in site.module.modules()}
+    """Return the attention layers that are not in `attn_layers` and are not cross-attention.
+
+    They have latent keys, use the keys of another layer, or have no softmax.
+    """
+    seen = {module for layer in attn_layers for module in layer.module.modules()}
     names = []
     for name, module in model.named_modules():
         if module not in seen and any(part in QUERY_PROJECTIONS for part, _ in module.named_children()):
             seen.update(module.modules())
-            names.append(f"'{name}' ({type(module).__name__})")
+            if not is_cross_attention(name, module):
+                names.append(f"'{name}' ({type(module).__name__})")
     return names
 
 
 def check_weights_loaded(model: nn.Module) -> None:
-    """An error if weights are missing, and not only away: accelerate's hooks fetch those it has offloaded."""
+    """Raise if parameters are on the meta device, unless accelerate has offloaded them."""
     offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     if not offloaded and any(parameter.is_meta for parameter in model.parameters()):
         raise InputError(
-            f"this {type(model).__name__} has no weights yet (it is on the meta device): load them first"
+            f"this {type(model).__name__} is on the meta device and has no weights: load them first",
+            code="no-weights",
         )
 
 
 def iter_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """Modules that look like attention, with the names of their projections (one if fused)."""
+    """Yield (name, module, projection names) of attention modules; a fused projection is a single name."""
     for name, module in model.named_modules():
         children = dict(module.named_children())
-        if LINEAR_ATTENTION_PATTERN.search(type(module).__name__) or any(
-            part.endswith("conv1d") for part in children
-        ):
+        convolved = any(part.endswith("conv1d") for part in children)
+        if convolved or LINEAR_ATTENTION_PATTERN.search(type(module).__name__):
             continue
         for names in SEPARATE_PROJECTIONS:
             if all(isinstance(children.get(part), nn.Module) for part in names[:2]):
@@ -129,79 +145,94 @@ def iter_attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, t
                     break
 
 
-def check_self_attention(name: str, module: nn.Module) -> None:
-    named = CROSS_ATTENTION_PATTERN.search(name) or CROSS_ATTENTION_PATTERN.search(type(module).__name__)
-    if named or getattr(module, "is_cross_attention", False):
+def is_cross_attention(name: str, module: nn.Module) -> bool:
+    """Return whether an attention module reads its keys from another sequence."""
+    by_name = any(CROSS_ATTENTION_PATTERN.search(text) for text in (name, type(module).__name__))
+    return by_name or bool(getattr(module, "is_cross_attention", False))
+
+
+def cross_attention_layers(model: nn.Module) -> list[str]:
+    return [name for name, module, _ in iter_attention_modules(model) if is_cross_attention(name, module)]
+
+
+def check_no_cross_attention(model: nn.Module, hint: str) -> None:
+    """Raise if `model` has cross-attention; `hint` says what to do instead."""
+    names = cross_attention_layers(model)
+    if names:
         raise InputError(
-            f"'{name}' ({type(module).__name__}) is cross-attention, where no token has both a query and a "
-            "key: use a part of the model without it, e.g. model.get_encoder()"
+            f"{type(model).__name__} has cross-attention ({join_limited(names, 2)}), where no token has both "
+            f"a query and a key: {hint}",
+            code="cross-attention",
         )
 
 
 def out_features(layer: nn.Module, name: str) -> int:
-    """The number of outputs of a projection, whatever kind of layer it is."""
-    for attribute in ("out_features", "nf"):  # Linear and its quantised or LoRA forms; GPT-2's Conv1D
+    """Return the output width of a projection: Linear, its quantized or LoRA forms, or GPT-2's Conv1D."""
+    for attribute in ("out_features", "nf"):
         value = getattr(layer, attribute, None)
         if isinstance(value, int):
             return value
     raise InputError(
-        f"'{name}' is a {type(layer).__name__}, whose number of outputs cannot be read: a coupling can sit "
-        "on Linear and Conv1D layers and on quantised layers with `out_features`"
+        f"'{name}' is a {type(layer).__name__} without `out_features`: couplings support Linear, Conv1D and "
+        "quantized layers that define it",
+        code="unsupported-projection",
     )
 
 
 def linear_weight(projection: nn.Module) -> Tensor:
-    """A projection's weight (outputs, inputs); of GPT-2's Conv1D, which stores its transpose, a view."""
+    """Return a projection's weight as (outputs, inputs); for GPT-2's Conv1D a transposed view."""
     weight: Tensor = projection.weight  # type: ignore[assignment]
     return weight.t() if hasattr(projection, "nf") else weight
 
 
 def check_weight_writable(projection: nn.Module, name: str) -> None:
-    """An error unless the projection's weight is an ordinary matrix that can be changed in place."""
+    """Raise unless the projection's weight is a float parameter that can be changed in place."""
     plain = isinstance(projection, nn.Linear) or hasattr(projection, "nf")
     weight = getattr(projection, "weight", None)
     if parametrize.is_parametrized(projection):
         raise InputError(
             f"'{name}' is parametrized: call hf.fuse_qkv first if hf.split_fused_qkv did it, else "
-            "torch.nn.utils.parametrize.remove_parametrizations"
+            "torch.nn.utils.parametrize.remove_parametrizations",
+            code="parametrized-weight",
         )
     if not plain or not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise InputError(
-            f"'{name}' is a {type(projection).__name__}, whose weights cannot be changed in place: merge "
-            "LoRA adapters (merge_and_unload) or undo the quantisation first"
+            f"'{name}' is a {type(projection).__name__}, whose weight cannot be changed in place: merge "
+            "LoRA adapters (merge_and_unload) or dequantize the model first",
+            code="adapted-projection",
         )
     if "weight" not in projection._parameters:
         raise InputError(
-            f"the weight of '{name}' is made anew in every call (by pruning, weight_norm or spectral_norm): "
-            "make that permanent first"
+            f"the weight of '{name}' is recomputed in every call (by pruning, weight_norm or spectral_norm): "
+            "make that permanent first",
+            code="parametrized-weight",
         )
     if weight.is_meta:
-        raise InputError(f"the weights of '{name}' are offloaded: load the model into memory first")
+        raise InputError(
+            f"the weights of '{name}' are offloaded: load the model into memory first",
+            code="offloaded-weights",
+        )
 
 
 def check_drift_foldable(attn_layer: AttentionLayer) -> None:
-    """An error unless a drift can become part of this layer's query projection."""
-    q, k = (
-        attn_layer.module.get_submodule(attn_layer.q_name),
-        attn_layer.module.get_submodule(attn_layer.k_name),
-    )
-    for part, projection in ((attn_layer.q_name, q), (attn_layer.k_name, k)):
-        check_weight_writable(projection, f"{attn_layer.name}.{part}")
+    """Raise unless a drift can be folded into this layer's query projection."""
+    q, k = attn_layer.q, attn_layer.k
+    check_weight_writable(q, f"{attn_layer.name}.{attn_layer.q_name}")
+    check_weight_writable(k, f"{attn_layer.name}.{attn_layer.k_name}")
     if q.bias is None and k.bias is not None:
         raise InputError(
-            f"'{attn_layer.name}': keys have a bias and queries none, so a drift cannot be folded"
+            f"cannot merge '{attn_layer.name}': its key projection has a bias and its query projection none; "
+            "keep the coupling attached and save it with hf.save_adapter",
+            code="key-bias-only",
         )
 
 
 @torch.no_grad()
 def fold_drift(attn_layer: AttentionLayer, drift: Tensor) -> None:
-    """Make the queries q + amount_h·k by the weights alone: W_Q + amount_h·W_K for each query head h."""
+    """Fold q + d_h·k into the weights: W_Q + d_h·W_K for each query head h, with `drift` (H,)."""
     check_drift_foldable(attn_layer)
-    q, k = (
-        attn_layer.module.get_submodule(attn_layer.q_name),
-        attn_layer.module.get_submodule(attn_layer.k_name),
-    )
-    heads, q_rows, k_rows = attn_layer.heads, attn_layer.rows("q"), attn_layer.rows("k")
+    q, k, heads = attn_layer.q, attn_layer.k, attn_layer.heads
+    q_rows, k_rows = attn_layer.rows("q"), attn_layer.rows("k")
     scale = drift.double().repeat_interleave(heads.head_dim)
     pairs: list[Any] = [(linear_weight(q), linear_weight(k)), (q.bias, k.bias)]
     for target, source in pairs:
@@ -213,19 +244,36 @@ def fold_drift(attn_layer: AttentionLayer, drift: Tensor) -> None:
         target[q_rows] = folded.to(target.dtype)
 
 
+def get_factory_kwargs(layer: nn.Module, model: nn.Module) -> FactoryKwargs:
+    """Return the device and dtype a projection computes in.
+
+    They are those of its weight. A quantized or offloaded weight falls back to `compute_dtype`, the
+    execution device of accelerate's hook, or the first float parameter of `model`.
+    """
+    weight = getattr(layer, "weight", None)
+    hook = getattr(layer, "_hf_hook", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and not (weight.is_meta and hook):
+        return {"device": weight.device, "dtype": weight.dtype}
+    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    dtype = getattr(layer, "compute_dtype", None) or (floating[0].dtype if floating else torch.float32)
+    device = weight.device if isinstance(weight, Tensor) else (floating[0].device if floating else None)
+    return {"device": getattr(hook, "execution_device", None) if hook else device, "dtype": dtype}
+
+
 def _separate_attention_layer(
     name: str, module: nn.Module, q_name: str, k_name: str, v_name: str
 ) -> AttentionLayer:
-    size = _head_dim(name, module)
-    queries = out_features(module.get_submodule(q_name), f"{name}.{q_name}")
-    keys = out_features(module.get_submodule(k_name), f"{name}.{k_name}")
-    count = _read_int_attribute(module, N_HEADS_ATTRIBUTES)
-    if queries % size or keys % size or (count is not None and count * size != queries):
+    head_dim = _head_dim(name, module)
+    q_width = out_features(module.get_submodule(q_name), f"{name}.{q_name}")
+    k_width = out_features(module.get_submodule(k_name), f"{name}.{k_name}")
+    n_heads = _read_int_attribute(module, N_HEADS_ATTRIBUTES)
+    if q_width % head_dim or k_width % head_dim or (n_heads is not None and n_heads * head_dim != q_width):
         raise InputError(
-            f"'{name}' ({type(module).__name__}): {q_name} gives {queries} columns and {k_name} {keys}, which are not "
-            f"{count or 'whole'} query heads of size {size} and their keys: this family is not supported"
+            f"'{name}' ({type(module).__name__}) is not supported: the widths {q_width} of {q_name} and "
+            f"{k_width} of {k_name} do not match {n_heads or 'whole'} heads of head_dim {head_dim}",
+            code="unsupported-attention",
         )
-    heads = _heads(queries // size, keys // size, size)
+    heads = _head_shapes(q_width // head_dim, k_width // head_dim, head_dim)
     return AttentionLayer(name, module, q_name, k_name, v_name if hasattr(module, v_name) else None, heads)
 
 
@@ -236,34 +284,35 @@ def _fused_attention_layer(
     proj_name: str,
     layout_cache: dict[tuple[Any, ...], QKVLayout],
 ) -> AttentionLayer:
-    size, count = _head_dim(name, module), _read_int_attribute(module, N_HEADS_ATTRIBUTES)
-    total = out_features(module.get_submodule(proj_name), f"{name}.{proj_name}")
-    keys, rest = divmod(total - (count or 0) * size, 2 * size)
-    if count is None or rest or keys < 1 or count % keys:
+    head_dim, n_heads = _head_dim(name, module), _read_int_attribute(module, N_HEADS_ATTRIBUTES)
+    width = out_features(module.get_submodule(proj_name), f"{name}.{proj_name}")
+    n_kv_heads, remainder = divmod(width - (n_heads or 0) * head_dim, 2 * head_dim)
+    if n_heads is None or remainder or n_kv_heads < 1 or n_heads % n_kv_heads:
         raise InputError(
-            f"'{name}' ({type(module).__name__}): {proj_name} gives {total} columns, which are not {count} query "
-            f"heads of size {size} with equally many keys and values: this family is not supported"
+            f"'{name}' ({type(module).__name__}) is not supported: the width {width} of {proj_name} does not "
+            f"match {n_heads} query heads of head_dim {head_dim} with equally many key and value heads",
+            code="unsupported-attention",
         )
-    heads = _heads(count, keys, size)
+    heads = _head_shapes(n_heads, n_kv_heads, head_dim)
 
-    def ask() -> QKVLayout:
-        plan: Any = getattr(module, "coupling_info", None)
-        if plan is not None:  # asked before it was coupled
-            return plan.layout
-        kind = (type(module), proj_name, heads)
-        if kind not in layout_cache:
-            layout_cache[kind] = infer_qkv_layout(model, name, module, proj_name, heads)
-        return layout_cache[kind]
+    def infer_layout() -> QKVLayout:
+        info: Any = getattr(module, "coupling_info", None)
+        if info is not None:  # a coupled layer keeps its layout
+            return info.layout
+        key = (type(module), proj_name, heads)
+        if key not in layout_cache:
+            layout_cache[key] = infer_qkv_layout(model, name, module, proj_name, heads)
+        return layout_cache[key]
 
-    return AttentionLayer(name, module, proj_name, proj_name, proj_name, heads, ask)
+    return AttentionLayer(name, module, proj_name, proj_name, proj_name, heads, infer_layout)
 
 
-def _heads(n_heads: int, n_kv_heads: int, head_dim: int) -> HeadShapes:
+def _head_shapes(n_heads: int, n_kv_heads: int, head_dim: int) -> HeadShapes:
     return HeadShapes(n_heads, n_kv_heads, n_kv_heads, head_dim, head_dim, n_heads, head_dim)
 
 
 def _read_int_attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    """A number the attention module, or else its config, states under one of these names."""
+    """Return the first positive int among these attributes of the module, then of its config."""
     for owner in (module, getattr(module, "config", None)):
         for name in names:
             value = getattr(owner, name, None)
@@ -273,43 +322,29 @@ def _read_int_attribute(module: nn.Module, names: tuple[str, ...]) -> int | None
 
 
 def _head_dim(name: str, module: nn.Module) -> int:
-    size = _read_int_attribute(module, HEAD_DIM_ATTRIBUTES)
-    if size is None:
-        config = getattr(module, "config", None)
-        width, count = getattr(config, "hidden_size", None), _read_int_attribute(module, N_HEADS_ATTRIBUTES)
-        size = width // count if isinstance(width, int) and count else None
-    if size is None:
+    head_dim = _read_int_attribute(module, HEAD_DIM_ATTRIBUTES)
+    if head_dim is None:
+        hidden_size = getattr(getattr(module, "config", None), "hidden_size", None)
+        n_heads = _read_int_attribute(module, N_HEADS_ATTRIBUTES)
+        head_dim = hidden_size // n_heads if isinstance(hidden_size, int) and n_heads else None
+    if head_dim is None:
         raise InputError(
-            f"'{name}' ({type(module).__name__}) has projections like attention, but states no head size "
-            f"({', '.join(HEAD_DIM_ATTRIBUTES)}): this family is not supported"
+            f"'{name}' ({type(module).__name__}) is not supported: it has query and key projections but none "
+            f"of the attributes {', '.join(HEAD_DIM_ATTRIBUTES)}",
+            code="unsupported-attention",
         )
-    return size
+    return head_dim
 
 
 def _not_found_message(model: nn.Module) -> str:
-    named = {
+    classes = {
         f"{type(module).__name__} ({', '.join(child for child, _ in module.named_children())})": None
         for module in model.modules()
         if "attention" in type(module).__name__.lower()
     }
-    found = "; ".join(list(named)[:4]) or "no module with 'attention' in its class name"
+    seen = "; ".join(list(classes)[:4]) or "no module with 'attention' in its class name"
+    separate = ", ".join("/".join(names[:2]) for names in SEPARATE_PROJECTIONS)
     return (
-        f"no self-attention with query and key projections was found in {type(model).__name__}. "
-        f"Looked for {', '.join('/'.join(names[:2]) for names in SEPARATE_PROJECTIONS)} or fused {', '.join(FUSED_PROJECTIONS)}; "
-        f"found: {found}"
+        f"{type(model).__name__} has no self-attention with known query and key projections ({separate}, or "
+        f"fused {', '.join(FUSED_PROJECTIONS)}); it has: {seen}"
     )
-
-
-FactoryKwargs = dict[str, Any]  # device and dtype
-
-
-def get_factory_kwargs(layer: nn.Module, model: nn.Module) -> FactoryKwargs:
-    """Where a projection computes, and in what precision: of its weight, unless that is quantised or away."""
-    weight = getattr(layer, "weight", None)
-    hook = getattr(layer, "_hf_hook", None)  # accelerate keeps offloaded weights on the meta device
-    if isinstance(weight, Tensor) and weight.is_floating_point() and not (weight.is_meta and hook):
-        return {"device": weight.device, "dtype": weight.dtype}
-    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    dtype = getattr(layer, "compute_dtype", None) or (floating[0].dtype if floating else torch.float32)
-    device = weight.device if isinstance(weight, Tensor) else (floating[0].device if floating else None)
-    return {"device": getattr(hook, "execution_device", None) if hook else device, "dtype": dtype}

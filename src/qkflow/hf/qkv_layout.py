@@ -1,8 +1,9 @@
-"""How one fused projection is cut into queries, keys and values.
+"""Column order of a fused query-key-value projection.
 
-Its name does not tell (GPT-2 and GPT-BigCode both call it `c_attn` and cut it differently), so the model
-itself is asked: altering a token's query must change nothing that other tokens read, altering its key or
-value must. What the projection gives is made up for the question, so that no weights can hide the answer.
+The projection's name does not determine it: GPT-2 and GPT-BigCode both use `c_attn` with different orders. So
+it is inferred from the model. Negating a token's query must not change the outputs of later tokens; negating
+its key or its value must. The projection's output is replaced by random numbers, so that no particular
+weights can hide the effect.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "o", "
 
 @dataclass(frozen=True)
 class QKVLayout:
-    """The columns of a fused projection: `blocks`, all queries, then all keys, then all values; or
-    `grouped`, for each key head its queries, its key and its value (GPT-NeoX with one query a group)."""
+    """Column order of a fused projection.
+
+    interleaved=False   all queries, then all keys, then all values (GPT-2, Phi-3)
+    interleaved=True    for each key head: its queries, its key, its value (GPT-NeoX, Falcon)
+    """
 
     heads: HeadShapes
     interleaved: bool
@@ -41,14 +45,14 @@ class QKVLayout:
         return q, k, v
 
     def fuse(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The inverse of `split`."""
+        """Invert `split`."""
         if self.interleaved:
             q = q.unflatten(-2, (self.heads.n_k, self.heads.group_size))
             return torch.cat((q, k.unsqueeze(-2), v.unsqueeze(-2)), dim=-2).flatten(-3)
         return torch.cat((q, k, v), dim=-2).flatten(-2)
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which columns of the output (rows of a Linear's weight) are queries, keys and values."""
+        """Return the output columns (rows of a Linear's weight) of queries, keys and values."""
         columns = torch.arange((self.heads.n_q + 2 * self.heads.n_k) * self.heads.head_dim)
         q, k, v = (part.flatten() for part in self.split(columns))
         return q, k, v
@@ -57,15 +61,14 @@ class QKVLayout:
 def infer_qkv_layout(
     model: nn.Module, name: str, module: nn.Module, proj_name: str, heads: HeadShapes
 ) -> QKVLayout:
-    """Run `model` until its layer `module` has attended, and see which columns are which."""
+    """Run `model` up to the attention layer `module` and return the layout that explains its output."""
     for layout in (QKVLayout(heads, interleaved=False), QKVLayout(heads, interleaved=True)):
         q, k, v = layout.rows()
 
-        def output(tokens: int, altered: Tensor | None = None) -> Tensor:
-            """What the last of `tokens` tokens gets when these columns of the first one are altered."""
-            return _probe_attention(model, name, module, proj_name, tokens, altered)
+        def output(n_tokens: int, negated: Tensor | None = None) -> Tensor:
+            return _probe_attention(model, name, module, proj_name, n_tokens, negated)
 
-        # the other token never reads a query; it does read keys and values; alone, a key cannot matter
+        # The second token does not read the first one's query. A single token's output is its value alone.
         pair, single = output(2), output(1)
         if (
             torch.equal(output(2, q), pair)
@@ -76,14 +79,15 @@ def infer_qkv_layout(
         ):
             return layout
     raise InputError(
-        f"'{name}.{proj_name}' ({type(module).__name__}) cuts its columns in a way that is not known here: "
-        f"neither {heads.n_q} query, {heads.n_k} key and {heads.n_k} value heads in turn, nor "
-        "each key head with its queries and value; this family is not supported"
+        f"'{name}.{proj_name}' ({type(module).__name__}) is not supported: its columns are neither "
+        f"{heads.n_q} query, {heads.n_k} key and {heads.n_k} value heads in turn, nor each key head with its "
+        "queries and value",
+        code="unknown-qkv-layout",
     )
 
 
-class _StopForward(Exception):  # noqa: N818 - nothing went wrong
-    """The layer asked about has run; the rest of the model need not."""
+class _StopForward(Exception):  # noqa: N818 - control flow, not an error
+    """Ends the forward pass once the probed layer has run."""
 
 
 @torch.no_grad()
@@ -93,56 +97,62 @@ def _probe_attention(
     module: nn.Module,
     proj_name: str,
     n_tokens: int,
-    flipped_columns: Tensor | None,
+    negated_columns: Tensor | None,
 ) -> Tensor:
-    reached: list[Tensor] = []
+    """Return the layer's output at the last of `n_tokens` tokens, for a random output of its projection.
 
-    def make_up(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        """Numbers of ordinary size: weights that saturate the attention would hide what is altered."""
-        made = torch.randn(n_tokens, out.numel() // n_tokens, generator=torch.Generator().manual_seed(0))
-        if flipped_columns is not None:
-            made[0, flipped_columns] *= -1  # no norm takes that away
-        return made.view(out.shape).to(out)
+    `negated_columns` of the first token's projection change sign.
+    """
+    captured: list[Tensor] = []
+
+    def inject_random_projection(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        # Unit variance: saturated attention would hide the change. A norm does not undo a change of sign.
+        random = torch.randn(n_tokens, out.numel() // n_tokens, generator=torch.Generator().manual_seed(0))
+        if negated_columns is not None:
+            random[0, negated_columns] *= -1
+        return random.view(out.shape).to(out)
 
     def capture(_: nn.Module, __: Any, out: Any) -> None:
-        reached.append((out if isinstance(out, Tensor) else out[0]).reshape(n_tokens, -1)[-1])
+        captured.append((out if isinstance(out, Tensor) else out[0]).reshape(n_tokens, -1)[-1])
         raise _StopForward
 
-    def capture_input(layer: nn.Module, given: Any) -> None:
-        capture(layer, None, given[0])  # before an output projection, which may start at zero
+    def capture_input(layer: nn.Module, args: Any) -> None:
+        capture(layer, None, args[0])  # before an output projection, whose init may be zero
 
     hooks = [
-        module.get_submodule(proj_name).register_forward_hook(make_up),
+        module.get_submodule(proj_name).register_forward_hook(inject_random_projection),
         module.register_forward_hook(capture),
     ]
     outputs = (layer for part, layer in module.named_children() if part in OUTPUT_PROJECTIONS)
     hooks += [layer.register_forward_pre_hook(capture_input) for layer in outputs]
     weight = next(model.parameters())
-    device = "cpu" if weight.is_meta else weight.device  # where accelerate takes weights from
+    device = "cpu" if weight.is_meta else weight.device  # meta: offloaded by accelerate
     try:
         with _eval_mode(model):
             model(input_ids=torch.arange(1, 1 + n_tokens, device=device).unsqueeze(0))
     except _StopForward:
-        return reached[0]
+        return captured[0]
     except Exception as error:
         raise InputError(
-            f"'{name}' has one fused projection, and the model could not be run on {n_tokens} tokens to learn "
-            f"how it is cut ({type(error).__name__}: {error})"
+            f"the column order of '{name}.{proj_name}' cannot be inferred: running the model on {n_tokens} "
+            f"tokens failed ({type(error).__name__}: {error})",
+            code="qkv-probe-failed",
         ) from error
     finally:
         for hook in hooks:
             hook.remove()
     raise InputError(
-        f"'{name}' is never run when the model reads tokens, so how its fused projection is cut cannot be "
-        f"learnt: take the part of the model that reads them, e.g. {_suggest_text_model(model)}"
+        f"the column order of '{name}.{proj_name}' cannot be inferred: the layer does not run when the model "
+        f"reads tokens; pass the part of the model that does, e.g. {_suggest_text_model(model)}",
+        code="qkv-probe-failed",
     )
 
 
 def _suggest_text_model(model: nn.Module) -> str:
-    """The part of a model of several that reads tokens, as one would write it."""
+    """Return an expression for the text part of a multimodal model."""
     get = getattr(model, "get_decoder", None)
-    part = get() if callable(get) else None
-    names = [name for name, module in model.named_modules() if module is part and name]
+    decoder = get() if callable(get) else None
+    names = [name for name, module in model.named_modules() if module is decoder and name]
     return f"model.{names[0]}" if names else "model.language_model"
 
 

@@ -1,8 +1,7 @@
-"""Start a fresh model of any family again, with one of our starts.
+"""Reinitialize a fresh model of any family with an init scheme of `qkflow.attention.init`.
 
-The starts are those of `qkflow.attention.init`, taken from the very modules that define them: each layer's
-queries, keys, values and outputs are drawn as a circuit of ours and written into the model's own weights.
-Norms keep the start their family gives them.
+Each layer's query, key, value and output matrices are drawn by qkflow's own circuits and copied into the
+weights of the model, so a scheme means the same in both. Norms keep their init.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ from qkflow.attention.projections import FactorizedOV, FactorizedQK
 from qkflow.errors import InputError
 from qkflow.hf.attention_layers import (
     AttentionLayer,
+    check_no_cross_attention,
     check_weight_writable,
     find_attention_layers,
     linear_weight,
 )
 from qkflow.hf.parameter_roles import RoleOverrides, infer_parameter_roles
 
-# the second half of a feed-forward, by the names it goes by
+# matrices that write to the residual stream (the second half of a feed-forward)
 RESIDUAL_PROJECTION_PATTERN = re.compile(
     r"(^|\.)(down_proj|c_proj|fc2|fc_out|dense_4h_to_h|lin2|linear2|w2|wo|ffn_output|output\.dense|Wo)\b"
 )
@@ -32,7 +32,7 @@ RESIDUAL_PROJECTION_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class ParameterChange:
-    """A parameter that was started again, and its standard deviation before and after."""
+    """A reinitialized parameter and its standard deviation before and after."""
 
     name: str
     role: str
@@ -48,36 +48,41 @@ def reinitialize(
     seed: int | None = None,
     roles: RoleOverrides | None = None,
 ) -> list[ParameterChange]:
-    """Start every matrix and bias of a fresh `transformers` model again, in place; what changed.
+    """Reinitialize every matrix and bias of a `transformers` model, in place; return what changed.
 
         model = AutoModelForCausalLM.from_config(config)
-        restart(model, "symmetric=1", seed=0)
+        hf.reinitialize(model, "symmetric=1", seed=0)
 
-    start    `gpt2`, `fan_in`, `symmetric=c` (on `fan_in`; `gpt2+symmetric=c` on the other), `mimetic`
-    seed     repeats a start exactly
-    roles    what parameters of unknown names are, e.g. {"*.sinks": "scoring"}, as in `hf.param_groups`
+    init     `gpt2`, `fan_in`, `symmetric=c` (on `fan_in`; `gpt2+symmetric=c` on the other), `mimetic`
+    seed     makes the init reproducible
+    roles    roles of parameters with unknown names, e.g. {"*.sinks": "scoring"}, as in `hf.param_groups`
 
-    Whatever the model has learned is lost: this is for models that have not been trained.
+    Trained weights are lost: use it on untrained models.
     """
-    parsed = InitScheme.parse(init)
+    scheme = InitScheme.parse(init)
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError("the model is on the meta device, with no weights to start: give it memory first")
-    sites, known = find_attention_layers(model), infer_parameter_roles(model, roles)
-    layers = [
-        (site, *_value_and_output_projections(model, site, known)) for site in sites
-    ]  # all checked before any is changed
+        raise InputError(
+            "cannot reinitialize a model on the meta device: call model.to_empty(device=…) first",
+            code="no-weights",
+        )
+    attn_layers = find_attention_layers(model)
+    check_no_cross_attention(model, "reinitialize a part of the model without it, e.g. model.get_encoder()")
+    known = infer_parameter_roles(model, roles)
+    # check all layers before changing any
+    circuits = [(layer, *_value_and_output_projections(model, layer, known)) for layer in attn_layers]
     parameters = dict(model.named_parameters())
     before = {name: _std(parameter) for name, parameter in parameters.items()}
     seed = int(torch.randint(2**62, ())) if seed is None else seed
+    n_layers = len(attn_layers)
     for name, parameter in parameters.items():
         if known[name] in ("norm", "qk_norm", "coupling"):
             continue
-        if name.endswith("bias"):  # of experts, they come as one matrix
+        if name.endswith("bias"):  # biases of experts are matrices
             parameter.zero_()
         elif known[name] in ("mlp", "embed", "head") and parameter.dim() > 1:
-            _reinit_matrix(model, name, parameter, ParamSampler(parsed, seed, len(sites), name))
-    for site, v, o in layers:
-        _reinit_attention(site, v, o, ParamSampler(parsed, seed, len(sites), site.name))
+            _reinit_matrix(model, name, parameter, ParamSampler(scheme, seed, n_layers, name))
+    for layer, v, o in circuits:
+        _reinit_attention(layer, v, o, ParamSampler(scheme, seed, n_layers, layer.name))
     after = {name: _std(parameter) for name, parameter in parameters.items()}
     return [
         ParameterChange(name, known[name], before[name], after[name])
@@ -89,10 +94,13 @@ def reinitialize(
 def _value_and_output_projections(
     model: nn.Module, attn_layer: AttentionLayer, roles: dict[str, str]
 ) -> tuple[nn.Module, nn.Module]:
-    """A layer's value and output projections, once all four are known to be ordinary matrices."""
+    """Return a layer's value and output projections, after checking that all four weights are writable."""
     o = _find_output_projection(model, attn_layer, roles)
     if attn_layer.v_name is None or o is None:
-        raise InputError(f"'{attn_layer.name}' has no value or output projection that could be found")
+        raise InputError(
+            f"'{attn_layer.name}' has no known value or output projection: pass roles={{pattern: 'o'}}",
+            code="unsupported-attention",
+        )
     for part in dict.fromkeys((attn_layer.q_name, attn_layer.k_name, attn_layer.v_name)):
         check_weight_writable(attn_layer.module.get_submodule(part), f"{attn_layer.name}.{part}")
     check_weight_writable(o, f"{attn_layer.name} (output)")
@@ -102,7 +110,7 @@ def _value_and_output_projections(
 def _find_output_projection(
     model: nn.Module, attn_layer: AttentionLayer, roles: dict[str, str]
 ) -> nn.Module | None:
-    for prefix in (attn_layer.name, attn_layer.name.rpartition(".")[0]):  # BERT keeps it beside the attention
+    for prefix in (attn_layer.name, attn_layer.name.rpartition(".")[0]):  # BERT: in the parent module
         for name, role in roles.items():
             if role == "o" and name.startswith(f"{prefix}.") and name.endswith(".weight"):
                 return model.get_submodule(name.removesuffix(".weight"))
@@ -110,17 +118,13 @@ def _find_output_projection(
 
 
 def _reinit_attention(attn_layer: AttentionLayer, v: nn.Module, o: nn.Module, sampler: ParamSampler) -> None:
-    """Draw this layer's circuits as ours, and write them into its weights."""
-    module = attn_layer.module
-    q, k = module.get_submodule(attn_layer.q_name), module.get_submodule(attn_layer.k_name)
-    width = linear_weight(q).shape[1]
-    qk, ov = (
-        FactorizedQK(width, attn_layer.heads, bias=False),
-        FactorizedOV(width, attn_layer.heads, bias=False),
-    )
+    """Draw the QK and OV circuits of a layer and copy them into its weights."""
+    dim = linear_weight(attn_layer.q).shape[1]
+    qk = FactorizedQK(dim, attn_layer.heads, bias=False)
+    ov = FactorizedOV(dim, attn_layer.heads, bias=False)
     qk.init_parameters(sampler)
     ov.init_parameters(sampler)
-    for part, projection, drawn in (("q", q, qk.q), ("k", k, qk.k), ("v", v, ov.v)):
+    for part, projection, drawn in (("q", attn_layer.q, qk.q), ("k", attn_layer.k, qk.k), ("v", v, ov.v)):
         weight = linear_weight(projection)
         weight[attn_layer.rows(part)] = drawn.weight.to(weight)
     copy_into(linear_weight(o), ov.o.weight.to(o.weight.device))  # type: ignore[arg-type]
@@ -139,16 +143,16 @@ def _reinit_matrix(model: nn.Module, name: str, parameter: Tensor, sampler: Para
 
 def _fan_in(owner: nn.Module, parameter: Tensor, residual: bool) -> int:
     if isinstance(owner, nn.Embedding):
-        return owner.embedding_dim  # tied, it is the output matrix, whose fan-in is the width
+        return owner.embedding_dim  # fan-in of the tied output matrix
     if hasattr(owner, "nf"):
         return linear_weight(owner).shape[1]
     if hasattr(owner, "kernel_size"):  # a convolution
         return parameter[0].numel()
-    # one for each expert, of which some families keep the transpose: the width is the input of a first half
-    # and the output of a second
+    # Expert weights (E, out, in); some families store (E, in, out). The model dimension tells them apart: it
+    # is the input of a first matrix and the output of a residual one.
     outputs, inputs = parameter.shape[-2:]
-    width = getattr(owner, "hidden_dim", getattr(owner, "hidden_size", None))
-    transposed = parameter.dim() > 2 and width == (inputs if residual else outputs)
+    dim = getattr(owner, "hidden_dim", getattr(owner, "hidden_size", None))
+    transposed = parameter.dim() > 2 and dim == (inputs if residual else outputs)
     return outputs if transposed else inputs
 
 

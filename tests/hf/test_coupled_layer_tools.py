@@ -1,4 +1,4 @@
-"""Coupled models under the tools of the field: copies, checkpointing, compilers, offloading, transforms."""
+"""Coupled models with copy, checkpointing, torch.compile, accelerate offloading and torch.func."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from families import disturb, output, tiny, token_ids
+from input_errors import raises_code
 from qkflow import hf
-from qkflow.errors import InputError
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_copies_and_pickles_stay_coupled(family: str) -> None:
+def test_deepcopy_and_pickle(family: str) -> None:
     model = hf.attach(tiny(family), "euler")
     expected = output(model, token_ids())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -36,8 +36,8 @@ def test_copies_and_pickles_stay_coupled(family: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("coupling", ["affine", "drift", "euler", "leapfrog"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_gradients_are_the_same_with_checkpointing(family: str, coupling: str, reentrant: bool) -> None:
-    found = []
+def test_gradient_checkpointing_matches(family: str, coupling: str, reentrant: bool) -> None:
+    gradients = []
     for checkpointing in (False, True):
         model = hf.attach(tiny(family), coupling, seed=0).train()
         disturb(model)
@@ -47,16 +47,16 @@ def test_gradients_are_the_same_with_checkpointing(family: str, coupling: str, r
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model(input_ids=token_ids(), labels=token_ids(), use_cache=False).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if ".coupling." in name})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, msg=name)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if ".coupling." in name})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
 @pytest.mark.parametrize(
     ("family", "coupling", "layers"),
     [("llama", "affine", "num_hidden_layers"), ("gpt2", "euler", "n_layer")],
 )
-def test_the_compiler_takes_it_as_one_graph(family: str, coupling: str, layers: str) -> None:
+def test_compiles_to_one_graph(family: str, coupling: str, layers: str) -> None:
     model = hf.attach(tiny(family, **{layers: 1}), coupling, seed=0)
     disturb(model)
     expected = output(model, token_ids())
@@ -66,7 +66,7 @@ def test_the_compiler_takes_it_as_one_graph(family: str, coupling: str, layers: 
 
 
 @pytest.mark.parametrize("order", ["hooks first", "coupling first"])
-def test_accelerate_hooks_and_couplings_go_together(order: str) -> None:
+def test_accelerate_hooks(order: str) -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
     calls = []
@@ -94,7 +94,7 @@ def test_accelerate_hooks_and_couplings_go_together(order: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_offloaded_models_run_coupled(family: str) -> None:
+def test_attach_to_offloaded_model(family: str) -> None:
     from accelerate import cpu_offload
 
     expected = output(hf.attach(tiny(family), "drift:step=0.7"), token_ids())
@@ -102,12 +102,12 @@ def test_offloaded_models_run_coupled(family: str) -> None:
     cpu_offload(model, execution_device="cpu")
     hf.attach(model, "drift:step=0.7")
     torch.testing.assert_close(output(model, token_ids()), expected)
-    with pytest.raises(InputError, match=r"are offloaded: load the model into memory first"):
+    with raises_code("offloaded-weights"):
         hf.merge(model)
 
 
 @pytest.mark.parametrize("coupling", ["affine", "euler", "uncoupled"])
-def test_couplings_can_be_offloaded_with_their_layer(coupling: str) -> None:
+def test_offload_coupled_model(coupling: str) -> None:
     from accelerate import cpu_offload
 
     expected = output(hf.attach(tiny("llama"), coupling, seed=0), token_ids())
@@ -116,11 +116,11 @@ def test_couplings_can_be_offloaded_with_their_layer(coupling: str) -> None:
     torch.testing.assert_close(output(model, token_ids()), expected)
     alone = hf.attach(tiny("llama"), coupling, seed=0)
     cpu_offload(alone, execution_device="cpu")
-    with pytest.raises(InputError, match=r"preload_module_classes=\['CoupledLlamaAttention'\]"):
+    with raises_code("offloaded-weights"):
         output(alone, token_ids())
 
 
-def test_our_own_model_can_be_offloaded() -> None:
+def test_offload_qkflow_model() -> None:
     from accelerate import cpu_offload
 
     config = hf.QKFlowConfig(
@@ -133,7 +133,7 @@ def test_our_own_model_can_be_offloaded() -> None:
 
 
 class EightBit(nn.Module):
-    """A linear layer with whole-number weights, as quantisers make them."""
+    """A linear layer with int8 weights."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class EightBit(nn.Module):
         return x @ (self.weight.to(x.dtype) * self.scale).t()
 
 
-def test_quantised_projections_are_called_as_they_are() -> None:
+def test_quantized_projections() -> None:
     model = tiny("llama")
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -155,18 +155,18 @@ def test_quantised_projections_are_called_as_they_are() -> None:
     assert torch.equal(output(model, token_ids()), before)
     hf.detach(model)
     hf.attach(model, "drift")
-    with pytest.raises(InputError, match=r"cannot be changed in place.*undo the quantisation"):
+    with raises_code("adapted-projection"):
         hf.merge(model)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, where PyTorch has no rule yet
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # operators without a vmap rule
 @pytest.mark.parametrize("coupling", ["affine", "drift", "euler", "euler:n=3", "leapfrog"])
-def test_transforms_of_functions_in_evaluation(coupling: str) -> None:
-    """An ensemble of models at once, and derivatives forwards, where nothing wants a gradient."""
+def test_vmap_and_jvp_match_eager(coupling: str) -> None:
+    """Model ensembling with vmap, and forward-mode derivatives, in eval mode."""
     models = [hf.attach(tiny("llama"), coupling, seed=0) for _ in range(2)]
     for model in models:
         disturb(model)
-        model.set_attn_implementation("eager")  # which PyTorch differentiates forwards
+        model.set_attn_implementation("eager")  # supports forward-mode differentiation
     layers = [model.model.layers[0].self_attn.eval() for model in models]
     states = torch.func.stack_module_state(layers)
     x, angles = torch.randn(1, 5, 64), torch.randn(1, 5, 16)
@@ -187,7 +187,7 @@ def test_transforms_of_functions_in_evaluation(coupling: str) -> None:
 
 
 @pytest.mark.parametrize("coupling", ["affine", "euler", "leapfrog"])
-def test_selective_checkpointing_may_keep_products(coupling: str) -> None:
+def test_selective_checkpointing_matches(coupling: str) -> None:
     kept = [getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")]
 
     def policy(context: object, operation: object, *args: object, **options: object) -> CheckpointPolicy:
@@ -195,28 +195,28 @@ def test_selective_checkpointing_may_keep_products(coupling: str) -> None:
 
     model = hf.attach(tiny("llama"), coupling, seed=0)
     disturb(model)
-    found = []
+    gradients = []
     for options in ({}, {"context_fn": partial(create_selective_checkpoint_contexts, policy)}):
         model.zero_grad()
         checkpoint(
             lambda: model(input_ids=token_ids(), labels=token_ids()).loss, use_reentrant=False, **options
         ).backward()
-        found.append(
+        gradients.append(
             [p.grad.clone() for _, layer in hf.named_coupled_layers(model) for p in layer.parameters()]
         )
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(
-    "remake",
+    "parametrize",
     [lambda layer: prune.l1_unstructured(layer, "weight", 0.5), parametrizations.weight_norm],
     ids=["pruned", "weight_norm"],
 )
-def test_a_weight_that_is_made_anew_is_not_merged(remake: Callable[[nn.Module], object]) -> None:
+def test_merge_refuses_parametrized_weights(parametrize: Callable[[nn.Module], object]) -> None:
     model = hf.attach(tiny("llama"), "drift")
     for _, layer in hf.named_coupled_layers(model):
-        remake(layer.q_proj)
+        parametrize(layer.q_proj)
     before = output(model, token_ids())
-    with pytest.raises(InputError, match=r"made anew in every call|is parametrized"):
+    with raises_code("parametrized-weight"):
         hf.merge(model)
     assert torch.equal(output(model, token_ids()), before)

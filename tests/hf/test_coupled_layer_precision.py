@@ -1,4 +1,4 @@
-"""Couplings and the models they sit in may have precisions of their own."""
+"""Couplings and models in different dtypes, and autocast."""
 
 from __future__ import annotations
 
@@ -13,48 +13,46 @@ COUPLINGS = ("affine", "drift", "euler", "leapfrog", "uncoupled")
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("coupling", COUPLINGS)
-def test_a_coupling_in_float32_trains_and_generates_in_a_bfloat16_model(coupling: str, family: str) -> None:
+def test_float32_coupling_in_bfloat16_model(coupling: str, family: str) -> None:
     model = hf.attach(tiny(family).bfloat16(), coupling, seed=0)
     disturb(model)
     for _, layer in hf.named_coupled_layers(model):
         layer.coupling.float()
-    many = (
-        token_ids(2, 300) if family == "llama" else token_ids()
-    )  # more tokens than a layer has weights a row
+    many = token_ids(2, 300) if family == "llama" else token_ids()  # more tokens than rows of a weight
     model.train()(input_ids=many, labels=many).loss.backward()
     assert all(
         p.grad is not None for _, layer in hf.named_coupled_layers(model) for p in layer.coupling.parameters()
     )
-    asked = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
-    tokens = model.eval().generate(token_ids(), **asked)
-    assert torch.equal(tokens, model.generate(token_ids(), use_cache=False, **asked))
+    options = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
+    tokens = model.eval().generate(token_ids(), **options)
+    assert torch.equal(tokens, model.generate(token_ids(), use_cache=False, **options))
 
 
 @pytest.mark.parametrize("inner", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("outer", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_the_identity_is_exact_under_autocast(family: str, outer: torch.dtype, inner: torch.dtype) -> None:
-    model, found = tiny(family).to(outer), []
+def test_identity_is_exact_under_autocast(family: str, outer: torch.dtype, inner: torch.dtype) -> None:
+    model, logits = tiny(family).to(outer), []
     for _ in range(2):
         with torch.autocast("cpu", inner):
-            found.append(model(input_ids=token_ids()).logits.detach())
+            logits.append(model(input_ids=token_ids()).logits.detach())
             with torch.no_grad():
-                found.append(model(input_ids=token_ids()).logits)
+                logits.append(model(input_ids=token_ids()).logits)
         if not hf.named_coupled_layers(model):
             hf.attach(model, "affine")
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], logits[3])
 
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
-def test_shapes_can_be_asked_of_a_model_without_weights(coupling: str) -> None:
+def test_meta_forward(coupling: str) -> None:
     model = hf.attach(tiny("llama"), coupling).to("meta")
     assert model(input_ids=token_ids().to("meta")).logits.shape == (*token_ids().shape, 96)
     with torch.no_grad():
         assert output(model, token_ids().to("meta")).shape == (*token_ids().shape, 96)
 
 
-def test_bfloat16_models_get_bfloat16_couplings() -> None:
+def test_coupling_dtype_follows_model() -> None:
     model = tiny("llama").to(torch.bfloat16)
     before = output(model, token_ids())
     hf.attach(model, "affine")
@@ -62,7 +60,7 @@ def test_bfloat16_models_get_bfloat16_couplings() -> None:
     assert torch.equal(output(model, token_ids()), before)
 
 
-def test_mixed_precision_keeps_the_projections_precision() -> None:
+def test_autocast_training() -> None:
     model = hf.attach(tiny("llama"), "euler")
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=token_ids(), labels=token_ids()).loss
