@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from families import tiny, token_ids
+from input_errors import raises_code
 from qkflow import hf
 from qkflow.errors import InputError
 from qkflow.hf.split_qkv import is_qkv_split
@@ -46,7 +47,7 @@ def same(first: Any, second: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def by_hand(model: Any, folder: Path, ratio: float) -> Any:
+def train_with_param_groups(model: Any, folder: Path, ratio: float) -> Any:
     """The same training with an optimizer made of `param_groups`, and the Trainer's own schedule."""
     groups = hf.param_groups(model, 1e-3, ratio=ratio, weight_decay=0.1)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, fused=True)  # the Trainer's default
@@ -55,28 +56,28 @@ def by_hand(model: Any, folder: Path, ratio: float) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_ratio_in_one_line_is_the_ratio_by_hand(family: str, tmp_path: Path) -> None:
+def test_callback_matches_param_groups(family: str, tmp_path: Path) -> None:
     # without dropout, and with weight decay on the same parameters, the two differ in nothing
     changes = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
-    one_line = train(tiny(family, **changes), tmp_path / "a", hf.PaceCallback(8))
-    hand = by_hand(tiny(family, **changes), tmp_path / "b", 8)
-    hf.fuse_qkv(one_line)
-    hf.fuse_qkv(hand)
-    same(one_line, hand)
+    trained = train(tiny(family, **changes), tmp_path / "a", hf.PaceCallback(8))
+    expected = train_with_param_groups(tiny(family, **changes), tmp_path / "b", 8)
+    hf.fuse_qkv(trained)
+    hf.fuse_qkv(expected)
+    same(trained, expected)
     plain = train(tiny(family, **changes), tmp_path / "c")
     moved = [
         name
         for name, value in plain.state_dict().items()
-        if not torch.equal(value, one_line.state_dict()[name])
+        if not torch.equal(value, trained.state_dict()[name])
     ]
     assert moved, "the ratio makes a difference"
 
 
-def test_a_ratio_of_one_changes_nothing(tmp_path: Path) -> None:
+def test_ratio_one_changes_nothing(tmp_path: Path) -> None:
     same(train(tiny("llama"), tmp_path / "a", hf.PaceCallback(1)), train(tiny("llama"), tmp_path / "b"))
 
 
-def test_learning_rates_during_and_between_steps(tmp_path: Path) -> None:
+def test_learning_rates(tmp_path: Path) -> None:
     seen: list[list[float]] = []
     model = tiny("llama")
     trainer = Trainer(
@@ -100,7 +101,7 @@ def test_learning_rates_during_and_between_steps(tmp_path: Path) -> None:
     assert len(optimizer.param_groups) == 2, "between steps the groups are the Trainer's own"
 
 
-def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_resume(tmp_path: Path) -> None:
     whole = train(tiny("llama"), tmp_path / "a", hf.PaceCallback("increasing:9"))
     keep = {"save_strategy": "steps", "save_steps": 2}
 
@@ -114,7 +115,7 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
     same(whole, resumed)
 
 
-def test_fused_weights_are_split_when_the_trainer_is_made(tmp_path: Path) -> None:
+def test_trainer_splits_fused_weights(tmp_path: Path) -> None:
     model = tiny("gpt2")
     names = set(model.state_dict())
     Trainer(model, arguments(tmp_path), train_dataset=rows(), callbacks=[hf.PaceCallback(2)])
@@ -123,7 +124,7 @@ def test_fused_weights_are_split_when_the_trainer_is_made(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("late", ["add_callback", "model_init"])
-def test_fused_weights_that_nobody_split_are_said_to_be(late: str, tmp_path: Path) -> None:
+def test_unsplit_fused_weights_are_refused(late: str, tmp_path: Path) -> None:
     def run(split: bool) -> Any:
         def make() -> Any:
             model = tiny("gpt2")
@@ -141,14 +142,12 @@ def test_fused_weights_that_nobody_split_are_said_to_be(late: str, tmp_path: Pat
             trainer.add_callback(hf.PaceCallback(20))
         return trainer.train()
 
-    with pytest.raises(
-        InputError, match=r"share one weight.*call hf.split_fused_qkv\(model\) before train\(\)"
-    ):
+    with raises_code("fused-qkv"):
         run(split=False)
     assert run(split=True).global_step == 4
 
 
-def test_couplings_can_be_taken_along(tmp_path: Path) -> None:
+def test_qk_roles_include_coupling(tmp_path: Path) -> None:
     def trained(callback: Any) -> Any:
         model = hf.attach(tiny("llama"), "euler", seed=0)
         return train(model, tmp_path, callback).state_dict()
@@ -159,15 +158,15 @@ def test_couplings_can_be_taken_along(tmp_path: Path) -> None:
     assert not torch.equal(only[name], along[name])
 
 
-def test_bad_ratios_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"must be a positive number, not 0"):
+def test_bad_ratios_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="0"):
         hf.PaceCallback(0)
-    with pytest.raises(InputError, match=r"'fast' is not a ratio"):
+    with pytest.raises(InputError, match="fast"):
         hf.PaceCallback("fast")
-    with pytest.raises(InputError, match=r"increases over 9 steps, but the run has 4"):
+    with pytest.raises(InputError, match="9 steps"):
         train(tiny("llama"), tmp_path, hf.PaceCallback("increasing:3:steps=9"))
     frozen = tiny("llama")
     for name, parameter in frozen.named_parameters():
         parameter.requires_grad_("mlp" in name)
-    with pytest.raises(InputError, match=r"the optimizer holds no parameter with a role"):
+    with raises_code("no-qk-parameters"):
         train(frozen, tmp_path, hf.PaceCallback(2))

@@ -1,7 +1,9 @@
-"""The world of `transformers`: attach couplings to its models, and take ours there.
+"""Hugging Face adapter: attach couplings to `transformers` models, convert qkflow models to and from them.
 
-Importing this registers our architecture with the Auto classes. Attaching needs torch alone; everything
-else needs `pip install "qkflow[hf]"`.
+    from qkflow import hf
+
+Importing this package registers the qkflow architecture with the Auto classes. Attaching needs torch alone;
+everything else needs `pip install "qkflow[hf]"`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from qkflow.hf.parameter_roles import infer_parameter_roles, param_groups
 from qkflow.hf.reinit import reinitialize
 from qkflow.hf.split_qkv import fuse_qkv, split_fused_qkv
 
-# where the parts live that import `transformers`
+# names whose modules import `transformers`
 _LAZY_IMPORTS = {
     "QKFlowConfig": "modeling",
     "QKFlowModel": "modeling",
@@ -44,17 +46,17 @@ _LAZY_IMPORTS = {
 
 __all__ = [
     "attach",
-    "named_coupled_layers",
     "detach",
     "freeze_base_model",
     "fuse_qkv",
+    "infer_parameter_roles",
     "load_adapter",
     "merge",
+    "named_coupled_layers",
     "param_groups",
     "print_trainable_parameters",
     "register_attention",
     "reinitialize",
-    "infer_parameter_roles",
     "save_adapter",
     "split_fused_qkv",
     *_LAZY_IMPORTS,
@@ -64,10 +66,16 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    if find_spec("transformers") is None:
-        extra = "eval" if name == "evaluate" else "hf"
-        raise InputError(f'hf.{name} needs transformers: pip install "qkflow[{extra}]"')
+    require_transformers(f"hf.{name}", extra="eval" if name == "evaluate" else "hf")
     return getattr(import_module(f"qkflow.hf.{_LAZY_IMPORTS[name]}"), name)
+
+
+def require_transformers(feature: str, *, extra: str = "hf") -> None:
+    """Raise if `transformers` is not installed."""
+    if find_spec("transformers") is None:
+        raise InputError(
+            f'{feature} needs transformers: pip install "qkflow[{extra}]"', code="missing-dependency"
+        )
 
 
 if find_spec("transformers") is not None:

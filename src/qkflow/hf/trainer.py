@@ -1,11 +1,10 @@
-"""A faster query-key circuit with the `Trainer`, in one line.
+"""`Trainer` callback for a higher learning rate of the query-key circuit.
 
     Trainer(model, args, train_dataset=data, callbacks=[PaceCallback(20)])
 
-The Trainer keeps its own optimizer, schedule and weight decay. For the length of each optimizer step the
-parameters of the query-key circuit stand in groups of their own, with the learning rate of the moment times
-the ratio; then the groups are as the Trainer made them. So whatever it schedules, saves and resumes is what
-it would be without the callback, and the ratio is all that changes.
+The Trainer keeps its optimizer, schedule and weight decay. Only during each optimizer step, the parameters of
+the query-key circuit are in groups of their own with learning rate lr·ratio; afterwards the groups are the
+Trainer's again. So schedulers, checkpoints and resuming work as without the callback.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ ParamGroups = list[dict[str, Any]]
 
 
 class PaceCallback(TrainerCallback):
-    """Train the query-key circuit at `ratio` times the learning rate of everything else.
+    """Train the query-key circuit at `ratio` times the learning rate of the other parameters.
 
-    ratio    a number, `increasing:40`, or a function of the step (see `qkflow.training.pace`)
-    qk       the roles that count as the circuit; add "coupling" or "qk_norm" to take those along
-    roles    for models whose parameter names are not known: patterns to roles
+    ratio      a number, `increasing:40`, or a function of the step (see `qkflow.training.pace`)
+    qk_roles   roles of the circuit; add "coupling" or "qk_norm" to include those
+    roles      name patterns to roles, for models whose parameter names are not known
 
-    Fused query-key-value weights are split when the Trainer is made (see `qkflow.hf.split_qkv`). For a
-    callback that is added later, and in a model that `model_init` makes anew, call `hf.split_fused_qkv(model)`
-    yourself: the Trainer makes its optimizer before it asks a callback again.
+    Fused query-key-value weights are split when the Trainer is created (see `qkflow.hf.split_qkv`). With
+    `add_callback` or `model_init`, call `hf.split_fused_qkv(model)` yourself: the Trainer then creates its
+    optimizer before it calls the callback.
     """
 
     def __init__(
@@ -48,11 +47,9 @@ class PaceCallback(TrainerCallback):
         self.qk_roles = tuple(qk_roles)
         self.roles = roles
         self.schedule: RatioSchedule | None = None
-        self.qk_param_ids: set[int] = set()  # ids of the circuit's parameters
-        self.split_groups: list[
-            tuple[dict[str, Any], ParamGroups]
-        ] = []  # while a step is under way: group, its parts
-        parse_ratio_schedule(ratio, steps=2**62)  # what is wrong with it is said now, not hours later
+        self.qk_param_ids: set[int] = set()
+        self.split_groups: list[tuple[dict[str, Any], ParamGroups]] = []  # during a step: group, its parts
+        parse_ratio_schedule(ratio, steps=2**62)  # raises for an invalid ratio
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if model is not None and FUSED_QKV_ROLE in infer_parameter_roles(model, self.roles).values():
@@ -63,17 +60,19 @@ class PaceCallback(TrainerCallback):
     ) -> None:
         self.schedule = parse_ratio_schedule(self.ratio, steps=state.max_steps)
         self.qk_param_ids = self._find_qk_param_ids(unwrap_model(model))
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not self.qk_param_ids & held:
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not self.qk_param_ids & optimized:
             if FUSED_QKV_ROLE in infer_parameter_roles(unwrap_model(model), self.roles).values():
                 raise InputError(
-                    "queries, keys and values of this model share one weight, which is split only in a model "
-                    "given to the Trainer together with this callback: call hf.split_fused_qkv(model) before "
-                    "train(), or inside model_init"
+                    "queries, keys and values of this model are one fused weight, which PaceCallback splits "
+                    "only if the Trainer is created with both: call hf.split_fused_qkv(model) before "
+                    "train(), or in model_init",
+                    code="fused-qkv",
                 )
             raise InputError(
-                f"the optimizer holds no parameter with a role in {self.qk_roles}: are they frozen, or was the "
-                "optimizer made before the model's fused weights were split?"
+                f"the optimizer has no parameter with a role in {self.qk_roles}: unfreeze them, and create "
+                "the optimizer after hf.split_fused_qkv",
+                code="no-qk-parameters",
             )
 
     def _find_qk_param_ids(self, model: nn.Module) -> set[int]:
@@ -83,7 +82,7 @@ class PaceCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        assert self.schedule is not None, "training has begun"
+        assert self.schedule is not None, "on_train_begin has run"
         ratio = self.schedule(state.global_step)
         self.split_groups = [(group, self._split_group(group, ratio)) for group in optimizer.param_groups]
         optimizer.param_groups = [part for _, parts in self.split_groups for part in parts]
@@ -92,7 +91,7 @@ class PaceCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         for group, parts in self.split_groups:
-            for part in parts[:1]:  # some optimizers count inside their groups
+            for part in parts[:1]:  # some optimizers keep state in their groups
                 group.update({key: value for key, value in part.items() if key not in ("params", "lr")})
         optimizer.param_groups, self.split_groups = [group for group, _ in self.split_groups], []
 

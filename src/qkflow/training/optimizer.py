@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,17 @@ def parameter_groups(
     lr: float,
     weight_decay: float = 0.0,
     lr_multipliers: Mapping[str, LRMultiplier] | None = None,
+    *,
+    roles: Mapping[str, str] | None = None,
+    decay: Literal["matrices", "all"] = "matrices",
 ) -> list[ParamGroup]:
     """One group a role and kind (matrix or not), of every parameter that learns.
 
     `multipliers` maps a role to its multiple of the learning rate. A role that no parameter of the model has
-    is an error, as is a parameter without a role.
+    is an error, as is a parameter without a role. `roles` replaces the declared ones (by parameter name).
     """
     lr_multipliers = lr_multipliers or {}
-    roles = parameter_roles(model)
+    roles = parameter_roles(model) if roles is None else roles
     for role in lr_multipliers:
         if role not in ROLES:
             raise unknown("role", role, ROLES)
@@ -62,8 +65,8 @@ def parameter_groups(
             continue
         role, matrix = roles[name], parameter.dim() >= 2
         if (role, matrix) not in groups:
-            decay = weight_decay if matrix else 0.0
-            group = groups[role, matrix] = ParamGroup(role, decay, lr, lr_multipliers.get(role, 1.0))
+            rate = weight_decay if matrix or decay == "all" else 0.0
+            group = groups[role, matrix] = ParamGroup(role, rate, lr, lr_multipliers.get(role, 1.0))
             group.set_lr(lr, 0.0)
         groups[role, matrix].parameters[name] = parameter
     check_param_groups(model, list(groups.values()))

@@ -1,4 +1,4 @@
-"""`qkflow pace groups`: which parameters count as the query-key circuit, and how each would be trained."""
+"""`qkflow pace groups`: the optimizer groups of a model with a faster query-key circuit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.table import Table
 from torch import nn
 
 from qkflow import console
-from qkflow.errors import InputError
+from qkflow.errors import InputError, join_limited
+from qkflow.hf import require_transformers
 from qkflow.hf.parameter_roles import ParameterSettings, describe_param_groups
 from qkflow.models import PRESETS, Decoder, preset
 
@@ -28,10 +29,10 @@ def groups(
     all: bool = False,
     json: bool = False,
 ) -> None:
-    """Show the parameter groups of a model when its query-key circuit learns `--ratio` times as fast.
+    """Show the parameter groups of a model whose query-key circuit learns `--ratio` times as fast.
 
-    No weights are loaded: a config is enough. Fused query-key-value weights (GPT-2's c_attn) are listed as
-    `fused`; they are split into their parts when the groups are made for training.
+    Only the config is loaded, no weights. Fused query-key-value weights (GPT-2's c_attn) are listed as
+    `fused`; `hf.param_groups` splits them.
 
     For example:
         qkflow pace groups tiny
@@ -39,14 +40,14 @@ def groups(
         qkflow pace groups path/to/qwen3 --qk q,k,qk_norm --json
 
     Args:
-        model: one of our presets, the folder of a run, or a `transformers` folder or name.
-        lr: learning rate of everything else.
-        ratio: of the circuit's learning rate to that.
-        qk: the roles that count as the circuit: q, k and qk, and if you like qk_norm and coupling.
-        embed_ratio: of the embeddings' learning rate.
-        weight_decay: of the parameters that decay.
-        decay: which do: matrices, or all.
-        all: list every parameter, not every role.
+        model: a preset, the folder of a run, or a `transformers` folder or Hub name.
+        lr: base learning rate.
+        ratio: learning rate of the query-key circuit relative to `--lr`.
+        qk: comma-separated roles of the circuit: q, k, qk, and optionally qk_norm and coupling.
+        embed_ratio: learning rate of the embeddings relative to `--lr`.
+        weight_decay: weight decay of the parameters that decay.
+        decay: which parameters decay: matrices or all.
+        all: list every parameter instead of one row per role.
         json: print one JSON object.
     """
     rows = describe_param_groups(
@@ -64,31 +65,30 @@ def groups(
     table = Table(title=f"{model}: learning rate {lr:g}, query-key circuit ×{ratio:g}")
     for column in ("group", "role", "learning rate", "weight decay", "parameters", "name"):
         table.add_column(column, justify="right" if column == "parameters" else "left", overflow="fold")
-    for shown in rows if all else summarize_groups(rows):
-        size = torch.Size(shown.shape).numel()
-        table.add_row(
-            shown.group, shown.role, f"{shown.lr:g}", f"{shown.weight_decay:g}", f"{size:,}", shown.name
-        )
+    for row in rows if all else summarize_groups(rows):
+        count = torch.Size(row.shape).numel()
+        table.add_row(row.group, row.role, f"{row.lr:g}", f"{row.weight_decay:g}", f"{count:,}", row.name)
     console.out.print(table)
 
 
 def summarize_groups(rows: list[ParameterSettings]) -> list[ParameterSettings]:
-    """One row for all parameters that are treated alike, named after the first."""
-    alike: dict[tuple[Any, ...], list[ParameterSettings]] = {}
+    """Return one row per distinct settings, with the total number of values as its shape."""
+    by_settings: dict[tuple[Any, ...], list[ParameterSettings]] = {}
     for row in rows:
-        alike.setdefault((row.group, row.role, row.lr, row.weight_decay), []).append(row)
+        by_settings.setdefault((row.group, row.role, row.lr, row.weight_decay), []).append(row)
     summary = []
-    for same in alike.values():
-        count = sum(torch.Size(row.shape).numel() for row in same)
-        more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-        summary.append(dataclasses.replace(same[0], shape=(count,), name=same[0].name + more))
+    for equal in by_settings.values():
+        count = sum(torch.Size(row.shape).numel() for row in equal)
+        name = join_limited([row.name for row in equal], 1)
+        summary.append(dataclasses.replace(equal[0], shape=(count,), name=name))
     return sorted(summary, key=lambda row: ("qk", "fused", "embed", "rest").index(row.group))
 
 
 def load_meta_model(name: str) -> nn.Module:
-    """A model without its weights."""
+    """Build a model on the meta device from its config."""
     if name in PRESETS:
         return Decoder(preset(name), device="meta")
+    require_transformers(f"opening '{name}', which is not a preset,")
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from qkflow.hf.pretrained import is_run_dir
@@ -101,8 +101,9 @@ def load_meta_model(name: str) -> nn.Module:
         causal = type(config) in AutoModelForCausalLM._model_mapping
         with torch.device("meta"):
             return (AutoModelForCausalLM if causal else AutoModel).from_config(config)
-    except Exception as error:  # whatever the config makes it run into
+    except Exception as error:  # transformers raises many classes for broken configs
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(
-            f"'{name}' is not a preset ({', '.join(PRESETS)}), nor a model that can be opened: {reason}"
+            f"'{name}' is neither a preset ({', '.join(PRESETS)}) nor a model that can be loaded: {reason}",
+            code="model-not-loadable",
         ) from error
