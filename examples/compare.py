@@ -1,12 +1,12 @@
-"""Which of a few changes helps on a text file, at the same steps and over seeds?
+"""Compare a few changes to a model on a text file, at the same number of steps and over seeds.
 
     python examples/compare.py my.txt
     python examples/compare.py my.txt --model gpt2-shape --variants standard,symmetric=1,drift,affine,ratio=10
 
-Every variant of a seed starts from the same weights and sees the same batches, so what is printed besides the
-mean is the spread of *paired* differences to the first variant. A start (`symmetric=1`, `mimetic`, `fan_in`)
-costs nothing: a coupling has earned its place only if it beats the best of them. For a verdict with intervals
-and tuned learning rates use `qkflow compare`.
+All variants of a seed share their initial weights and batches, so the printed spread is that of *paired*
+differences to the first variant. An init (`symmetric=1`, `mimetic`, `fan_in`) costs nothing: a coupling is
+worth its cost only if it beats the best init. For a verdict with intervals and tuned learning rates use
+`qkflow compare`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from shared import blocks, held_out, model_and_tokenizer, run, train
+from shared import eval_loss, model_and_tokenizer, run, train, train_and_eval_blocks
 
 from qkflow import hf
 from qkflow.attention import couplings
 from qkflow.attention.registry import Spec
 
 
-def one(text: Path, model: str, variant: str, *, steps: int, lr: float, length: int, seed: int) -> float:
+def train_variant(
+    text: Path, model: str, variant: str, *, steps: int, lr: float, seq_len: int, seed: int
+) -> float:
+    """Return the held-out loss of one variant."""
     network, tokenizer = model_and_tokenizer(model, seed)
-    rows, rest = blocks(text, tokenizer, length, network)
+    train_blocks, eval_blocks = train_and_eval_blocks(text, tokenizer, seq_len, network)
     callbacks: tuple[hf.PaceCallback, ...] = ()
     if variant.startswith("ratio="):
         callbacks = (hf.PaceCallback(variant.removeprefix("ratio=")),)
@@ -31,8 +34,8 @@ def one(text: Path, model: str, variant: str, *, steps: int, lr: float, length: 
         hf.attach(network, variant, seed=seed)
     elif variant != "standard":
         hf.reinitialize(network, variant, seed=seed)
-    train(network, rows, steps=steps, lr=lr, seed=seed, callbacks=callbacks)
-    return held_out(network, rest)
+    train(network, train_blocks, steps=steps, lr=lr, seed=seed, callbacks=callbacks)
+    return eval_loss(network, eval_blocks)
 
 
 def main(
@@ -43,18 +46,21 @@ def main(
     seeds: int = 3,
     steps: int = 100,
     lr: float = 1e-3,
-    length: int = 128,
+    seq_len: int = 128,
 ) -> None:
     names = variants.split(",")
     losses = {
-        name: [one(text, model, name, steps=steps, lr=lr, length=length, seed=seed) for seed in range(seeds)]
+        name: [
+            train_variant(text, model, name, steps=steps, lr=lr, seq_len=seq_len, seed=seed)
+            for seed in range(seeds)
+        ]
         for name in names
     }
     print(f"{'variant':<16} {'held-out loss':>13}   difference to {names[0]}")
-    for name, found in losses.items():
-        paired = [mine - base for mine, base in zip(found, losses[names[0]], strict=True)]
+    for name, values in losses.items():
+        paired = [loss - baseline for loss, baseline in zip(values, losses[names[0]], strict=True)]
         spread = f" ± {statistics.stdev(paired):.4f}" if seeds > 1 else ""
-        print(f"{name:<16} {statistics.mean(found):>13.4f}   {statistics.mean(paired):+.4f}{spread}")
+        print(f"{name:<16} {statistics.mean(values):>13.4f}   {statistics.mean(paired):+.4f}{spread}")
 
 
 if __name__ == "__main__":

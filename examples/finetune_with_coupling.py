@@ -1,18 +1,18 @@
-"""Attach a coupling to a model, train it on a text file, keep the adapter.
+"""Attach a coupling to a model, train it on a text file, and save the adapter.
 
     python examples/finetune_with_coupling.py my.txt
     python examples/finetune_with_coupling.py my.txt --model gpt2-shape --coupling drift --freeze
     python examples/finetune_with_coupling.py my.txt --model path/to/a/pretrained/model
 
-An identity coupling leaves the model as it was, so training goes on from where the model is. A drift is
-merged at the end: what is left is a plain `transformers` model.
+A coupling with identity init leaves the model unchanged, so training continues from its weights. A drift is
+merged at the end: the result is a plain `transformers` model.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from shared import blocks, held_out, model_and_tokenizer, run, train
+from shared import eval_loss, model_and_tokenizer, run, train, train_and_eval_blocks
 
 from qkflow import hf
 from qkflow.errors import InputError
@@ -26,39 +26,38 @@ def main(
     freeze: bool = False,
     steps: int = 200,
     lr: float = 1e-3,
-    length: int = 128,
+    seq_len: int = 128,
     seed: int = 0,
     out: Path = Path("finetuned"),
 ) -> None:
-    if out.exists():  # what is left of another model there would be loaded with this one
-        raise InputError(f"'{out}' exists already: give --out a folder that does not")
-    out.mkdir(parents=True)  # now, lest training be lost for want of a place
+    if out.exists():
+        raise InputError(f"--out '{out}' exists already: name a new folder", code="folder-exists")
+    out.mkdir(parents=True)  # fails before training if the folder is not writable
     out.rmdir()
     network, tokenizer = model_and_tokenizer(model, seed)
-    rows, rest = blocks(text, tokenizer, length, network)
-    print(f"held-out loss as it comes: {held_out(network, rest):.4f}")
+    train_blocks, eval_blocks = train_and_eval_blocks(text, tokenizer, seq_len, network)
+    print(f"held-out loss before:     {eval_loss(network, eval_blocks):.4f}")
 
     hf.attach(network, coupling, seed=seed, freeze_base=freeze)
     hf.print_trainable_parameters(network)
-    print(f"with {coupling} attached:   {held_out(network, rest):.4f}")
+    print(f"with {coupling} attached:   {eval_loss(network, eval_blocks):.4f}")
 
-    train(network, rows, steps=steps, lr=lr, seed=seed)
-    trained = held_out(network, rest)
-    print(f"after {steps} steps:         {trained:.4f}")
+    train(network, train_blocks, steps=steps, lr=lr, seed=seed)
+    print(f"after {steps} steps:         {eval_loss(network, eval_blocks):.4f}")
 
     if coupling.startswith("drift"):
         hf.merge(network)
-        print(f"merged, a plain model:    {held_out(network, rest):.4f}")
+        print(f"merged, a plain model:    {eval_loss(network, eval_blocks):.4f}")
         network.save_pretrained(out)
     else:
         hf.save_adapter(network, out / "coupling")
         hf.detach(network).save_pretrained(out)
         hf.load_adapter(network, out / "coupling")
-        print(f"saved and loaded again:   {held_out(network, rest):.4f}")
+        print(f"saved and loaded again:   {eval_loss(network, eval_blocks):.4f}")
     tokenizer.save_pretrained(out)
     prompt = tokenizer(text.read_text("utf-8")[:40], return_tensors="pt", return_token_type_ids=False)
-    written = network.generate(**prompt, max_new_tokens=40, do_sample=False)
-    print(tokenizer.decode(written[0], skip_special_tokens=True))
+    generated = network.generate(**prompt, max_new_tokens=40, do_sample=False)
+    print(tokenizer.decode(generated[0], skip_special_tokens=True))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples have in common: a model, a text file as blocks of tokens, and a Trainer."""
+"""Shared parts of the examples: a model, a text file as blocks of tokens, and a Trainer."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ from qkflow.hf.pretrained import to_fast_tokenizer
 
 
 def run(main: Callable[..., None]) -> None:
-    """Call `main` with the command line's arguments; what is wrong with them is said in one sentence."""
+    """Call `main` with the command-line arguments; print one line for bad input."""
     try:
         tyro.cli(main)
-    except (InputError, ValueError, OSError) as error:  # the Trainer's own words on its arguments among them
+    except InputError as error:
+        print(f"{error} [{error.code}]", file=sys.stderr)
+        sys.exit(2)
+    except (ValueError, OSError) as error:  # e.g. from TrainingArguments
         print(error, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped: nothing was written", file=sys.stderr)
+        print("interrupted: nothing was written", file=sys.stderr)
         sys.exit(130)
 
 
 def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
-    """A fresh small model of a shape, reading bytes; or, by any other name, a pretrained model."""
+    """Return an untrained byte-level model (`gpt2-shape`, `llama-shape`), or a pretrained one."""
     set_seed(seed)
     if name not in ("gpt2-shape", "llama-shape"):
         return hf.load_model_and_tokenizer(name)
@@ -59,30 +62,38 @@ def model_and_tokenizer(name: str, seed: int = 0) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_config(config), to_fast_tokenizer(ByteTokenizer())
 
 
-def blocks(
-    text: Path, tokenizer: Any, length: int, model: Any
+def train_and_eval_blocks(
+    text: Path, tokenizer: Any, seq_len: int, model: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A text file as blocks of tokens: the first nine tenths to train on, the rest held out."""
-    longest = getattr(model.config, "max_position_embeddings", length)
-    if length > longest:
-        raise InputError(f"the model reads {longest} tokens at most: give --seq-len {longest} or less")
-    if length < 2:
-        raise InputError(f"a block of {length} tokens has no token to predict: give --seq-len 2 or more")
+    """Split a text file into blocks of `seq_len` tokens: the first 90% for training, the rest held out."""
+    max_len = getattr(model.config, "max_position_embeddings", seq_len)
+    if seq_len > max_len:
+        raise InputError(
+            f"--seq-len {seq_len} is too long: the model has {max_len} positions", code="seq-len-too-long"
+        )
+    if seq_len < 2:
+        raise InputError(
+            f"--seq-len {seq_len} leaves no token to predict: use 2 or more", code="seq-len-too-short"
+        )
     try:
         tokens = tokenizer(text.read_text("utf-8"))["input_ids"]
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"'{text}' cannot be read as a text ({error}): give a file in UTF-8") from None
-    rows = [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)]
+        raise InputError(
+            f"'{text}' cannot be read as text ({error}): give a UTF-8 file", code="unreadable-text"
+        ) from None
+    rows = [tokens[start : start + seq_len] for start in range(0, len(tokens) - seq_len + 1, seq_len)]
     if len(rows) < 2:
-        raise InputError(f"'{text}' has {len(tokens)} tokens: give a text of at least {2 * length}")
-    split = max(1, len(rows) * 9 // 10)
-    cut = [{"input_ids": row, "labels": row} for row in rows]
-    return cut[:split], cut[split:]
+        raise InputError(
+            f"'{text}' has {len(tokens)} tokens: give a text of at least {2 * seq_len}", code="text-too-short"
+        )
+    n_train = max(1, len(rows) * 9 // 10)
+    blocks = [{"input_ids": row, "labels": row} for row in rows]
+    return blocks[:n_train], blocks[n_train:]
 
 
 def train(
     model: Any,
-    rows: list[dict[str, Any]],
+    blocks: list[dict[str, Any]],
     *,
     steps: int,
     lr: float,
@@ -103,15 +114,16 @@ def train(
             dataloader_pin_memory=False,
             seed=seed,
         )
-        Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks)).train()
+        Trainer(model, arguments, train_dataset=blocks, callbacks=list(callbacks)).train()
 
 
 @torch.no_grad()
-def held_out(model: Any, rows: list[dict[str, Any]]) -> float:
-    """Mean loss per token of the held-out blocks."""
+def eval_loss(model: Any, blocks: list[dict[str, Any]]) -> float:
+    """Return the mean loss per token."""
     model.eval()
     losses = []
-    for start in range(0, len(rows), 8):
-        ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]], device=model.device)
+    for start in range(0, len(blocks), 8):
+        batch = [block["input_ids"] for block in blocks[start : start + 8]]
+        ids = torch.tensor(batch, device=model.device)
         losses.append((float(model(input_ids=ids, labels=ids).loss), len(ids)))
     return sum(loss * count for loss, count in losses) / sum(count for _, count in losses)

@@ -1,4 +1,4 @@
-"""`qkflow export`, `qkflow import` and `qkflow pace groups` as their users meet them."""
+"""`qkflow export`, `qkflow import` and `qkflow pace groups`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from families import FAMILIES, output, token_ids
+from input_errors import raises_code
 from qkflow.cli import main
 from qkflow.data.tokenizer import ByteTokenizer
-from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.training import pretrained
 
@@ -25,15 +25,15 @@ def run_folder(path: Path) -> Decoder:
     return model
 
 
-def test_a_run_goes_out_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_and_import_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = run_folder(tmp_path / "run")
     assert (
         main.dispatch(["export", str(tmp_path / "run"), str(tmp_path / "llama"), "--to", "llama", "--json"])
         == 0
     )
-    said = json.loads(capsys.readouterr().out)
-    assert said["architecture"] == "LlamaForCausalLM"
-    assert said["folder"] == str(tmp_path / "llama")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["architecture"] == "LlamaForCausalLM"
+    assert printed["folder"] == str(tmp_path / "llama")
     assert main.dispatch(["import", str(tmp_path / "llama"), str(tmp_path / "back")]) == 0
     assert "Decoder" in capsys.readouterr().out
     again, _ = pretrained.load_model(tmp_path / "back")
@@ -42,20 +42,20 @@ def test_a_run_goes_out_and_comes_back(tmp_path: Path, capsys: pytest.CaptureFix
         expected = model.logits(model(token_ids()))
         torch.testing.assert_close(again.logits(again(token_ids())), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(output(llama, token_ids()), expected, rtol=0, atol=1e-5)
-    with pytest.raises(InputError, match="exists already"):
+    with raises_code("folder-exists"):
         main.dispatch(["export", str(tmp_path / "run"), str(tmp_path / "llama")])
 
 
 def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert main.dispatch(["pace", "groups", *arguments, "--json"]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["parameters"]
-    return found
+    parsed: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["parameters"]
+    return parsed
 
 
-def test_groups_of_presets_runs_and_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = rows(capsys, "tiny", "--ratio", "4", "--lr", "0.5")
-    assert {row["lr"] for row in found if row["role"] in "qk"} == {2.0}
-    assert {row["lr"] for row in found if row["role"] not in "qk"} == {0.5}
+def test_pace_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = rows(capsys, "tiny", "--ratio", "4", "--lr", "0.5")
+    assert {row["lr"] for row in parsed if row["role"] in "qk"} == {2.0}
+    assert {row["lr"] for row in parsed if row["role"] not in "qk"} == {0.5}
     run_folder(tmp_path / "run")
     assert any(row["role"] == "coupling" for row in rows(capsys, str(tmp_path / "run")))
     for family, group in (("gpt2", "fused"), ("bert", "qk")):
@@ -65,8 +65,15 @@ def test_groups_of_presets_runs_and_configs(tmp_path: Path, capsys: pytest.Captu
     assert main.dispatch(["pace", "groups", str(tmp_path / "bert")]) == 0
     shown = capsys.readouterr().out
     assert "query-key circuit ×20" in shown
-    with pytest.raises(InputError, match="ratio must be a positive number"):
+    with raises_code("invalid-ratio"):
         main.dispatch(["pace", "groups", "tiny", "--ratio", "0"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"not a preset .* nor a model that can be opened"):
+    with raises_code("model-not-loadable"):
         main.dispatch(["pace", "groups", str(tmp_path / "empty")])
+
+
+def test_pace_groups_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkflow.hf.find_spec", lambda name: None)
+    assert main.dispatch(["pace", "groups", "tiny"]) == 0
+    with raises_code("missing-dependency"):
+        main.dispatch(["pace", "groups", str(tmp_path)])

@@ -1,4 +1,4 @@
-"""The examples run as they are written, on a text made here."""
+"""Run the examples on a small text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def losses(printed: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("model", "coupling"), [("llama-shape", "affine"), ("gpt2-shape", "drift:step=0.5")])
-def test_fine_tuning_with_a_coupling(run: Run, text: Path, tmp_path: Path, model: str, coupling: str) -> None:
+def test_finetune_with_coupling(run: Run, text: Path, tmp_path: Path, model: str, coupling: str) -> None:
     printed = run(
         "finetune_with_coupling.py", text, "--model", model, "--coupling", coupling, "--steps", 8,
         "--seq-len", 32, "--out", tmp_path / "out",
@@ -51,33 +51,38 @@ def test_fine_tuning_with_a_coupling(run: Run, text: Path, tmp_path: Path, model
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_a_folder_that_is_there_is_left_alone(
+def test_existing_folder_is_refused(
     run: Run, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         run("finetune_with_coupling.py", text, "--out", tmp_path)
-    assert capsys.readouterr().err == f"'{tmp_path}' exists already: give --out a folder that does not\n"
+    assert re.fullmatch(rf".*'{tmp_path}'.*\[folder-exists\]\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["finetune_with_coupling.py", "faster_qk.py", "compare.py"])
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
-        (("nowhere.txt",), r"'.*nowhere.txt' cannot be read as a text"),
-        (("binary.txt",), r"'.*binary.txt' cannot be read as a text"),
-        (("text.txt", "--model", "no/such/model"), r"there is no model at no/such/model"),
+        (("nowhere.txt",), r".*nowhere.txt.*\[unreadable-text\]"),
+        (("binary.txt",), r".*binary.txt.*\[unreadable-text\]"),
+        (("text.txt", "--model", "no/such/model"), r".*no/such/model.*\[model-not-found\]"),
     ],
 )
-def test_bad_arguments_are_one_sentence(
-    run: Run, text: Path, name: str, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_bad_arguments_print_one_line(
+    run: Run,
+    text: Path,
+    name: str,
+    arguments: tuple[str, ...],
+    error: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (text.parent / "binary.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(SystemExit, match="2"):
         run(name, text.parent / arguments[0], *arguments[1:])
-    assert re.fullmatch(f"{said}.*\n", capsys.readouterr().err)
+    assert re.fullmatch(f"{error}\n", capsys.readouterr().err)
 
 
-def test_going_on_with_a_faster_circuit(run: Run, text: Path) -> None:
+def test_faster_qk(run: Run, text: Path) -> None:
     printed = run(
         "faster_qk.py",
         text,
@@ -97,7 +102,7 @@ def test_going_on_with_a_faster_circuit(run: Run, text: Path) -> None:
     assert same != faster
 
 
-def test_comparing(run: Run, text: Path) -> None:
+def test_compare(run: Run, text: Path) -> None:
     printed = run(
         "compare.py", text, "--variants", "standard,symmetric=1,drift,ratio=5", "--seeds", 1, "--steps", 3,
         "--seq-len", 32,
@@ -109,23 +114,23 @@ def test_comparing(run: Run, text: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
-        (("--seq-len", 1), "a block of 1 tokens has no token to predict"),
-        (("--seq-len", 512, "--model", "gpt2-shape"), "the model reads 256 tokens at most"),
+        (("--seq-len", 1), "[seq-len-too-short]"),
+        (("--seq-len", 512, "--model", "gpt2-shape"), "[seq-len-too-long]"),
         (("--lr", "nan", "--seq-len", 32), "learning rate"),
         (("--out", "text.txt/x"), "Not a directory"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before(
+def test_bad_options_fail_before_training(
     run: Run,
     text: Path,
     arguments: tuple[object, ...],
-    said: str,
+    error: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(text.parent)
     with pytest.raises(SystemExit, match="2"):
         run("finetune_with_coupling.py", text, *arguments)
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert error in capsys.readouterr().err.splitlines()[-1]

@@ -10,6 +10,7 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 from families import output, tiny, token_ids
+from input_errors import raises_code
 from qkflow import hf
 from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, train_bpe
 from qkflow.errors import InputError
@@ -35,16 +36,14 @@ def logits(model: Decoder, length: int = 9) -> torch.Tensor:
     [
         ({}, {}),
         ({"bias": True}, {"n_kv_heads": 2, "tie_embeddings": False, "hidden_dim": 80, "norm_eps": 1e-5}),
-        ({"rope": {"base": 5e5}}, {"head_size": 32}),
+        ({"rope": {"base": 5e5}}, {"head_dim": 32}),
         ({"rope": {"scaling": "linear", "factor": 4.0}}, {}),
         ({"rope": {"scaling": "ntk", "factor": 4.0}}, {}),
-        ({"rope": {"scaling": "llama3", "factor": 8.0, "original_length": 64}}, {}),
+        ({"rope": {"scaling": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}}, {}),
     ],
     ids=["plain", "bias, grouped, untied", "other base", "linear", "ntk", "llama3"],
 )
-def test_standard_attention_is_a_llama_and_comes_back(
-    attention: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_llama_round_trip(attention: dict[str, Any], changes: dict[str, Any]) -> None:
     ours = decoder(attention, **changes)
     llama = hf.to_llama(ours)
     assert type(llama) is transformers.LlamaForCausalLM
@@ -55,33 +54,31 @@ def test_standard_attention_is_a_llama_and_comes_back(
     torch.testing.assert_close(logits(back, 64), logits(ours, 64), rtol=0, atol=1e-5)
 
 
-def test_a_llama_of_their_making_converts() -> None:
+def test_from_llama_and_back() -> None:
     llama = tiny("llama", attention_bias=True)
     ours = hf.from_transformers(llama)
     torch.testing.assert_close(logits(ours), output(llama, token_ids()), rtol=0, atol=1e-5)
     assert torch.equal(output(hf.to_llama(ours), token_ids()), output(llama, token_ids()))
 
 
-def test_a_drift_is_merged_on_the_way_to_a_llama() -> None:
+def test_to_llama_merges_drift() -> None:
     ours = decoder({"coupling": "drift:step=0.8"})
     before = logits(ours)
     torch.testing.assert_close(output(hf.to_llama(ours), token_ids()), before, rtol=0, atol=1e-5)
-    assert torch.equal(logits(ours), before), "the model that was given is left alone"
+    assert torch.equal(logits(ours), before), "to_llama copies the model"
     assert ours.blocks[0].attention.coupling_spec.name == "drift"
 
 
-def test_what_a_llama_cannot_be_is_named() -> None:
-    with pytest.raises(
-        InputError, match=r"cannot have the coupling 'euler'.*query-key norms.*GELU feed-forward"
-    ):
+def test_unsupported_conversions_are_refused() -> None:
+    with raises_code("not-a-llama"):
         hf.to_llama(decoder({"coupling": "euler", "qk_norm": True}, feed_forward="gelu"))
-    with pytest.raises(InputError, match=r"a Llama cannot have a slow path: convert to the qkflow"):
+    with raises_code("not-a-llama"):
         hf.to_llama(decoder(slow={"ratio": 4}))
-    with pytest.raises(InputError, match=r"'differential' scoring"):
+    with raises_code("not-a-llama"):
         hf.to_llama(decoder({"scoring": "differential"}))
-    with pytest.raises(InputError, match=r"neither a qkflow model nor a Llama"):
+    with raises_code("unsupported-architecture"):
         hf.from_transformers(tiny("gpt2"))
-    with pytest.raises(InputError, match=r"rotary scaling 'dynamic'"):
+    with raises_code("unknown-rope-type"):
         hf.from_llama(
             tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
         )
@@ -92,12 +89,12 @@ def bpe() -> HuggingFaceTokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), bpe()], ids=["bytes", "bpe"])
-def test_tokenizers_agree(tokenizer: Tokenizer) -> None:
-    words = to_fast_tokenizer(tokenizer)
+def test_fast_tokenizer_matches(tokenizer: Tokenizer) -> None:
+    fast = to_fast_tokenizer(tokenizer)
     for text in ("to be or not\n to be", "Grüße, 東京 \U0001f600", " two  spaces"):
-        assert words(text)["input_ids"] == tokenizer.encode(text)
-        assert words.decode(tokenizer.encode(text)) == text
-    assert words.eos_token_id == tokenizer.eos_token_id
+        assert fast(text)["input_ids"] == tokenizer.encode(text)
+        assert fast.decode(tokenizer.encode(text)) == text
+    assert fast.eos_token_id == tokenizer.eos_token_id
 
 
 def run_folder(
@@ -112,19 +109,19 @@ def run_folder(
 
 
 @pytest.mark.parametrize(("to", "coupling"), [("qkflow", "euler"), ("llama", "drift")])
-def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) -> None:
+def test_export_import_round_trip(to: Any, coupling: str, tmp_path: Path) -> None:
     model, tokenizer = run_folder(tmp_path / "run", {"coupling": coupling})
     hf.export_model(tmp_path / "run", tmp_path / "out", to=to)
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
-    assert not list(tmp_path.glob(".*")), "nothing half-written is left"
+    assert not list(tmp_path.glob(".*")), "no staging folder remains"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = token_ids()
     torch.testing.assert_close(output(loaded, ids), logits(model), rtol=0, atol=1e-5)
     assert loaded.config.eos_token_id == tokenizer.eos_token_id
     assert loaded.config.max_position_embeddings == 48
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert words("to be")["input_ids"] == tokenizer.encode("to be")
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert fast("to be")["input_ids"] == tokenizer.encode("to be")
 
     hf.import_model(tmp_path / "out", tmp_path / "back")
     again, same = pretrained.load_model(tmp_path / "back")
@@ -135,7 +132,7 @@ def test_runs_are_exported_and_imported(to: Any, coupling: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("to", ["qkflow", "llama"])
-def test_a_llama_of_others_keeps_its_length_and_special_tokens(to: Any, tmp_path: Path) -> None:
+def test_import_keeps_length_and_special_tokens(to: Any, tmp_path: Path) -> None:
     special: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": [255, 256]}
     llama = tiny("llama", vocab_size=300, max_position_embeddings=64, **special)
     llama.save_pretrained(tmp_path / "llama")
@@ -148,17 +145,17 @@ def test_a_llama_of_others_keeps_its_length_and_special_tokens(to: Any, tmp_path
     hf.import_model(tmp_path / "llama", tmp_path / "run")
     hf.export_model(tmp_path / "run", tmp_path / "out", to=to)
     for name in ("run", "out"):
-        model, words = hf.load_model_and_tokenizer(tmp_path / name)
-        found = {key: getattr(model.config, key) for key in ("max_position_embeddings", *special)}
-        assert found == {"max_position_embeddings": 64, **special}
-        assert words("to be")["input_ids"] == theirs("to be")["input_ids"]
-        assert (words.bos_token, words.eos_token) == ("<s>", theirs.eos_token)
+        model, fast = hf.load_model_and_tokenizer(tmp_path / name)
+        loaded_config = {key: getattr(model.config, key) for key in ("max_position_embeddings", *special)}
+        assert loaded_config == {"max_position_embeddings": 64, **special}
+        assert fast("to be")["input_ids"] == theirs("to be")["input_ids"]
+        assert (fast.bos_token, fast.eos_token) == ("<s>", theirs.eos_token)
     _, ours = pretrained.load_model(tmp_path / "run")
     assert ours.encode_with_bos("to be") == theirs("to be")["input_ids"]
     assert ours.encode("to be") == theirs("to be")["input_ids"][1:]
 
 
-def test_a_model_trained_here_reads_texts_without_a_template(tmp_path: Path) -> None:
+def test_fast_tokenizer_has_no_template(tmp_path: Path) -> None:
     tokenizer = bpe()
     end = tokenizer.backend_tokenizer.id_to_token(tokenizer.eos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -168,18 +165,18 @@ def test_a_model_trained_here_reads_texts_without_a_template(tmp_path: Path) -> 
     assert tokenizer.encode_with_bos("to be") == [tokenizer.eos_token_id, *tokenizer.encode("to be")]
 
 
-def test_folders_that_do_not_say_their_length_are_exported(tmp_path: Path) -> None:
+def test_export_without_seq_len(tmp_path: Path) -> None:
     run_folder(tmp_path / "run", length=None)
     described = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert described.keys() == {"format", "model", "end_of_document"}
     assert hf.export_model(tmp_path / "run", tmp_path / "out").config.max_position_embeddings == 2048
-    described["length"] = "long"
+    described["seq_len"] = "long"
     (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(described))
-    with pytest.raises(InputError, match=r"config.json is damaged: its 'length' is 'long'"):
+    with pytest.raises(InputError, match="seq_len"):
         hf.export_model(tmp_path / "run", tmp_path / "again")
 
 
-def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
+def test_model_card_metadata(tmp_path: Path) -> None:
     import yaml
 
     run_folder(tmp_path / "run", {"coupling": "euler"})
@@ -191,7 +188,7 @@ def test_the_model_card_is_in_the_form_the_hub_reads(tmp_path: Path) -> None:
     assert "q ← q + Δ·k" in text
 
 
-def test_the_card_of_a_merged_drift_is_that_of_the_llama(tmp_path: Path) -> None:
+def test_model_card_of_merged_drift(tmp_path: Path) -> None:
     drifting, _ = run_folder(tmp_path / "run", {"coupling": "drift"})
     llama = hf.export_model(tmp_path / "run", tmp_path / "out", to="llama")
     card = (tmp_path / "out" / "README.md").read_text()
@@ -201,13 +198,13 @@ def test_the_card_of_a_merged_drift_is_that_of_the_llama(tmp_path: Path) -> None
     assert "The drift it was trained with is merged into its weights." in card
 
 
-def test_models_open_whatever_they_are(tmp_path: Path) -> None:
+def test_load_run_export_and_adapter(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     hf.export_model(tmp_path / "run", tmp_path / "out")
-    ours, words = hf.load_model_and_tokenizer(tmp_path / "run")
+    ours, fast = hf.load_model_and_tokenizer(tmp_path / "run")
     theirs, _ = hf.load_model_and_tokenizer(tmp_path / "out")
     torch.testing.assert_close(output(ours, token_ids()), output(theirs, token_ids()))
-    assert words("to be")["input_ids"]
+    assert fast("to be")["input_ids"]
     llama = hf.attach(tiny("llama"), "drift", step=2.0)
     hf.save_adapter(llama, tmp_path / "adapter")
     hf.detach(llama).save_pretrained(tmp_path / "llama")
@@ -218,17 +215,17 @@ def test_models_open_whatever_they_are(tmp_path: Path) -> None:
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
-    with pytest.raises(InputError, match=r"exists already"):
+    with raises_code("folder-exists"):
         hf.export_model(tmp_path / "run", tmp_path / "run")
-    with pytest.raises(InputError, match=r"'qkflow' or 'llama', not 'gpt2'"):
+    with raises_code("unknown-export-format"):
         hf.export_model(tmp_path / "run", tmp_path / "out", to="gpt2")  # type: ignore[arg-type]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"cannot be opened as a causal model"):
+    with raises_code("model-not-loadable"):
         hf.load_model_and_tokenizer(tmp_path / "empty")
     assert not (tmp_path / "out").exists()
 
 
-def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+def test_remote_code_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('ran')\n")
     (tmp_path / "config.json").write_text(
         json.dumps(
@@ -238,5 +235,5 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
             }
         )
     )
-    with pytest.raises(InputError, match=r"cannot be opened"):
+    with raises_code("model-not-loadable"):
         hf.load_model_and_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""The page on Hugging Face models runs as it is printed."""
+"""docs/huggingface.md: run its code blocks in order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 
 
-def test_the_page_runs_top_to_bottom(
+def test_page_runs_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(block, PAGE.name, "exec"), names)
-    said = capsys.readouterr().out
-    assert "LlamaAttention" in said
-    assert said.count("torch.Size([2, 8])") == 2
+    printed = capsys.readouterr().out
+    assert "LlamaAttention" in printed
+    assert printed.count("torch.Size([2, 8])") == 2
     assert (tmp_path / "my-coupling" / "coupling.safetensors").exists()

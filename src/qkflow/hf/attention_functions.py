@@ -1,7 +1,7 @@
-"""Attention functions of one's own in `transformers` models.
+"""Custom attention functions in `transformers` models.
 
-`transformers` looks a custom attention's mask up by the same name, and where it finds none it passes no mask
-at all: a decoder then sees the future, without a word. So the two are registered together here, or not.
+`transformers` looks up the mask of a custom attention under the same name. Without one it passes no mask, so
+a decoder attends to future tokens without a warning. `register_attention` therefore registers both together.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from qkflow.errors import InputError, unknown
 
 
 def register_attention(name: str, function: Callable[..., Any], *, mask: str | Callable[..., Any]) -> None:
-    """Make `attn_implementation=name` known, with the mask it needs.
+    """Register `attn_implementation=name` together with its mask.
 
-    mask    what makes the mask: a function, or the name of a known attention whose mask fits, e.g. "sdpa"
-            (True where a key may be seen) or "eager" (added to the scores)
+    mask    a function that builds the mask, or the name of a registered attention whose mask fits, e.g.
+            "sdpa" (True where a key may be attended to) or "eager" (added to the scores)
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -26,6 +26,8 @@ def register_attention(name: str, function: Callable[..., Any], *, mask: str | C
             raise unknown("mask", mask, masks.valid_keys())
         mask = masks[mask]
     if not callable(function) or not callable(mask):
-        raise InputError(f"attention '{name}' needs a function and a mask that can be called")
+        raise InputError(
+            f"attention '{name}' needs a callable function and a callable mask", code="not-callable"
+        )
     AttentionMaskInterface.register(name, mask)
     AttentionInterface.register(name, function)

@@ -1,8 +1,8 @@
-"""Between our models and those of `transformers`, without a change in their output.
+"""Convert qkflow decoders to `transformers` models and back; outputs stay the same.
 
-`to_transformers` puts a decoder into our own architecture, sharing its weights; `to_llama` turns one with
-standard attention into a plain Llama, which everything reads; `from_llama` goes back. Llama lays out its
-heads and rotations as we do, so that conversion renames tensors and computes nothing.
+`to_transformers` wraps a decoder in the qkflow architecture and shares its weights. `to_llama` converts a
+decoder with standard attention to a plain Llama, `from_llama` back. Llama uses the same order of heads and
+rotary dimensions, so these conversions only rename tensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from qkflow.attention.attention import merge
 from qkflow.attention.rope import RotaryEmbedding
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
 from qkflow.hf.modeling import QKFlowConfig, QKFlowForCausalLM, QKFlowModel
 from qkflow.models import AttentionConfig, Decoder, ModelConfig
 
-# our names and Llama's, outside the blocks and within one
+# parameter names here and in Llama: outside the blocks, and within one
 TOP_LEVEL_NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -40,7 +40,10 @@ BLOCK_NAMES = {
 
 
 def to_transformers(model: Decoder, **config_kwargs: Any) -> QKFlowForCausalLM:
-    """Our decoder as a `transformers` model that shares its weights; `config` sets e.g. `eos_token_id`."""
+    """Wrap a decoder in the `transformers` architecture, sharing its weights.
+
+    config_kwargs   further fields of `QKFlowConfig`, e.g. `eos_token_id`
+    """
     with torch.device("meta"):
         wrapped = QKFlowForCausalLM(QKFlowConfig(shape=model.config.to_dict(), **config_kwargs))
     wrapped.model.decoder = model
@@ -48,19 +51,20 @@ def to_transformers(model: Decoder, **config_kwargs: Any) -> QKFlowForCausalLM:
 
 
 def from_transformers(model: nn.Module) -> Decoder:
-    """The decoder inside a model of our architecture, or the one that a Llama amounts to."""
+    """Return the decoder inside a model of the qkflow architecture, or convert a Llama."""
     for module in model.modules():
         if isinstance(module, QKFlowModel):
             return module.decoder
     if isinstance(model, LlamaForCausalLM):
         return from_llama(model)
     raise InputError(
-        f"a {type(model).__name__} is neither a qkflow model nor a Llama, so it cannot be converted"
+        f"cannot convert a {type(model).__name__}: only qkflow models and Llamas convert",
+        code="unsupported-architecture",
     )
 
 
 def to_llama(model: Decoder, **config_kwargs: Any) -> LlamaForCausalLM:
-    """A decoder with standard attention, or with `drift`, which is merged, as a plain Llama."""
+    """Convert a decoder with standard attention to a plain Llama; a `drift` coupling is merged."""
     if any("drift" in module.coupling_spec.name for module in _attention_modules(model)):
         model = copy.deepcopy(model)
         merge(model)
@@ -93,12 +97,18 @@ def to_llama(model: Decoder, **config_kwargs: Any) -> LlamaForCausalLM:
 
 
 def from_llama(model: LlamaForCausalLM) -> Decoder:
-    """The decoder that a Llama amounts to, with a copy of its weights."""
+    """Convert a Llama to a decoder with a copy of its weights."""
     config = model.config
     if getattr(config, "quantization_config", None) is not None:
-        raise InputError("a quantised Llama does not convert: convert the one it was made of")
+        raise InputError(
+            "cannot convert a quantized Llama: convert the unquantized model", code="quantized-model"
+        )
     if config.hidden_act != "silu" or config.mlp_bias:
-        raise InputError("only a Llama with a SiLU feed-forward without biases converts")
+        raise InputError(
+            f"cannot convert a Llama with hidden_act='{config.hidden_act}' and mlp_bias={config.mlp_bias}: "
+            "only 'silu' and False convert",
+            code="unsupported-architecture",
+        )
     shape = ModelConfig(
         vocab_size=config.vocab_size,
         n_layers=config.num_hidden_layers,
@@ -131,7 +141,7 @@ def _attention_modules(model: Decoder) -> list[Any]:
 
 def _check_llama_compatible(model: Decoder) -> None:
     shape, attention = model.config, model.config.attention
-    unlike = {
+    differences = {
         f"the coupling '{_attention_modules(model)[0].coupling_spec}'": any(
             layer.coupling_spec.name != "none" for layer in _attention_modules(model)
         ),
@@ -139,15 +149,16 @@ def _check_llama_compatible(model: Decoder) -> None:
         f"the collapsed circuit '{attention.circuit}'": attention.circuit != "FAFO",
         "query-key norms": attention.qk_norm,
         "a window": attention.window is not None,
-        "no rotary positions": _attention_modules(model)[0].rope is None,
+        "no rotary embedding": _attention_modules(model)[0].rope is None,
         "a GELU feed-forward": shape.feed_forward != "swiglu",
         "a slow path": shape.slow is not None,
     }
-    found = [what for what, there in unlike.items() if there]
-    if found:
+    present = [feature for feature, differs in differences.items() if differs]
+    if present:
         raise InputError(
-            f"a Llama cannot have {', '.join(found)}: convert to the qkflow architecture instead "
-            "(to_transformers, or `qkflow export --to qkflow`)"
+            f"a Llama cannot have {', '.join(present)}: convert to the qkflow architecture instead "
+            "(hf.to_transformers, or `qkflow export --to qkflow`)",
+            code="not-a-llama",
         )
 
 
@@ -163,13 +174,16 @@ def _llama_names(n_layers: int) -> dict[str, str]:
 def _rename(name: str, names: dict[str, str]) -> str:
     module, _, tensor = name.rpartition(".")
     if module not in names:
-        raise InputError(f"the weight '{name}' has no place in the other model, so it cannot be converted")
+        raise InputError(
+            f"cannot convert the weight '{name}': the other model has none like it",
+            code="unsupported-architecture",
+        )
     return f"{names[module]}.{tensor}"
 
 
 def _rope_to_llama(model: Decoder) -> dict[str, Any]:
     rope: RotaryEmbedding = _attention_modules(model)[0].rope
-    size = _attention_modules(model)[0].heads.size
+    head_dim = _attention_modules(model)[0].head_shapes.head_dim
     if rope.scaling == "linear":
         return {"rope_type": "linear", "rope_theta": rope.base, "factor": rope.factor}
     if rope.scaling == "llama3":
@@ -181,7 +195,7 @@ def _rope_to_llama(model: Decoder) -> dict[str, Any]:
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_position_embeddings,
         }
-    base = rope.base * (rope.factor ** (size / max(size - 2, 1)) if rope.scaling == "ntk" else 1.0)
+    base = rope.base * (rope.factor ** (head_dim / max(head_dim - 2, 1)) if rope.scaling == "ntk" else 1.0)
     return {"rope_type": "default", "rope_theta": base}
 
 
@@ -196,8 +210,8 @@ def _rope_from_llama(rope: dict[str, Any]) -> dict[str, Any]:
             "base": base,
             "scaling": "llama3",
             "factor": float(rope["factor"]),
-            "low": float(rope["low_freq_factor"]),
-            "high": float(rope["high_freq_factor"]),
-            "original_length": int(rope["original_max_position_embeddings"]),
+            "low_freq_factor": float(rope["low_freq_factor"]),
+            "high_freq_factor": float(rope["high_freq_factor"]),
+            "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
         }
-    raise InputError(f"rotary scaling '{kind}' is not known here: default, linear and llama3 convert")
+    raise unknown("rope_type", kind, ("default", "linear", "llama3"))

@@ -1,4 +1,4 @@
-"""Tasks of the language-model evaluation harness, for our models and for models with a coupling attached."""
+"""Evaluation with lm-evaluation-harness, for qkflow models and models with a coupling attached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qkflow.errors import InputError
+from qkflow.errors import InputError, join_limited
 from qkflow.hf.pretrained import load_model_and_tokenizer
 
 TASK_SUFFIXES = (".yaml", ".yml")
@@ -35,38 +35,44 @@ def evaluate(
     device: str | None = None,
     seed: int = 0,
 ) -> dict[str, dict[str, float]]:
-    """Results of `tasks` by name, each a mapping of measures, through lm-evaluation-harness.
+    """Run tasks of lm-evaluation-harness; return {task: {metric: value}}.
 
-    model       a run's folder, a `transformers` folder or name, or a model in memory with its `tokenizer`
-    coupling    a folder that `hf.save_adapter` wrote, attached to a model that is opened here
-    tasks       names the harness knows, or paths of YAML files that describe tasks of your own
-    include     a folder with more tasks in YAML files
-    limit, shots, batch   documents a task, examples shown before each, documents at a time
-    device      where to compute (default: where the model is)
+    model          a run folder, a `transformers` folder or Hub name, or a loaded model with its `tokenizer`
+    tasks          task names of the harness, or paths of task YAML files
+    coupling       a folder that `hf.save_adapter` wrote, attached to a model that is loaded here
+    include_path   a folder with further task YAML files
+    limit          documents per task
+    num_fewshot    examples before each document
+    device         default: the device of the model
     """
     harness = _import_lm_eval()
     if not tasks:
-        raise InputError("name at least one task, e.g. hellaswag")
+        raise InputError("name at least one task, e.g. hellaswag", code="no-tasks")
     if isinstance(model, str | Path):
-        model, own = load_model_and_tokenizer(model, coupling=coupling)
-        tokenizer = own if tokenizer is None else tokenizer
+        model, loaded_tokenizer = load_model_and_tokenizer(model, coupling=coupling)
+        tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
     elif coupling is not None:
         raise InputError(
-            f"a model in memory is evaluated as it is: hf.load_adapter(model, '{coupling}') attaches its coupling"
+            "coupling= needs the path of a model: for a loaded model call "
+            f"hf.load_adapter(model, '{coupling}')",
+            code="coupling-with-loaded-model",
         )
     elif tokenizer is None:
-        raise InputError("a model in memory needs its tokenizer: evaluate(model, tasks, tokenizer=…)")
+        raise InputError(
+            "a loaded model needs its tokenizer: pass evaluate(model, tasks, tokenizer=…)",
+            code="no-tokenizer",
+        )
     if device is not None:
         model.to(device)
     with _restore_mode_and_rng(model):
-        manager, chosen = _load_tasks(harness, tasks, include_path, limit)
+        manager, loaded_tasks = _load_tasks(harness, tasks, include_path, limit)
         wrapped = harness.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        at_work = _reject_nan_scores(wrapped)
+        running = _reject_nan_scores(wrapped)
         seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
         try:
-            found = harness.simple_evaluate(
+            output = harness.simple_evaluate(
                 model=wrapped,
-                tasks=chosen,
+                tasks=loaded_tasks,
                 task_manager=manager,
                 num_fewshot=num_fewshot,
                 limit=limit,
@@ -77,15 +83,15 @@ def evaluate(
         except InputError:
             raise
         except Exception as error:
-            if at_work:  # the model's error is not the task's
+            if running:  # an error of the model, not of the task
                 raise
             raise _task_error(tasks, error) from error
-    return {task: _metrics(values) for task, values in found["results"].items()}
+    return {task: _metrics(values) for task, values in output["results"].items()}
 
 
 @contextlib.contextmanager
 def _restore_mode_and_rng(model: PreTrainedModel) -> Iterator[None]:
-    """Give back what the harness sets: evaluation mode and everybody's random numbers."""
+    """Restore what the harness changes: train mode and the state of all random generators."""
     training = [module for module in model.modules() if module.training]
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -99,29 +105,29 @@ def _restore_mode_and_rng(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _reject_nan_scores(lm: Any) -> list[str]:
-    """What the model is at, if it is at work; scores that are no numbers are refused.
+    """Make the model raise for NaN scores, of which the harness would take the first choice as argmax.
 
-    Comparing NaNs finds the first choice the best of all.
+    Return the methods that are running now: none, unless an error comes from within the model.
     """
-    at_work: list[str] = []
+    running: list[str] = []
 
-    def watched(name: str, ask: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def answer(*args: Any, **kwargs: Any) -> list[Any]:
-            at_work.append(name)
-            answers = ask(*args, **kwargs)
-            at_work.pop()
-            scores = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
+    def checked(name: str, method: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def call(*args: Any, **kwargs: Any) -> list[Any]:
+            running.append(name)
+            results = method(*args, **kwargs)
+            running.pop()
+            scores = [result[0] if isinstance(result, tuple) else result for result in results]
             if any(isinstance(score, float) and math.isnan(score) for score in scores):
                 raise InputError(
-                    "the model's log-likelihoods are not numbers (NaN): its weights are of no use"
+                    "the log-likelihoods of the model are NaN: check its weights", code="nan-scores"
                 )
-            return answers
+            return results
 
-        return answer
+        return call
 
     for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
-        setattr(lm, name, watched(name, getattr(lm, name)))
-    return at_work
+        setattr(lm, name, checked(name, getattr(lm, name)))
+    return running
 
 
 def _import_lm_eval() -> Any:
@@ -130,41 +136,49 @@ def _import_lm_eval() -> Any:
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise InputError(f'tasks need the evaluation harness ({error}): pip install "qkflow[eval]"') from None
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default it takes
+        raise InputError(
+            f'tasks need lm-evaluation-harness ({error}): pip install "qkflow[eval]"',
+            code="missing-dependency",
+        ) from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every default
     return SimpleNamespace(simple_evaluate=simple_evaluate, HFLM=HFLM, TaskManager=TaskManager)
 
 
 def _load_tasks(
     harness: Any, tasks: Sequence[str], include_path: str | Path | None, limit: int | None
 ) -> tuple[Any, list[Any]]:
-    """A task manager, and the tasks and groups of tasks with their questions."""
+    """Return a task manager, and the tasks and task groups with their documents."""
     tasks = list(dict.fromkeys(tasks))
     manager, names = _find_tasks(harness, tasks, include_path)
-    chosen: list[Any] = []
+    loaded_tasks: list[Any] = []
     owners: dict[str, str] = {}
     for task, name in zip(tasks, names, strict=True):
         try:
             loaded = _load_task(manager, name)
-            for one in loaded["tasks"].values():
-                _check_answers(one, limit)
+            for subtask in loaded["tasks"].values():
+                _check_answers(subtask, limit)
         except InputError:
             raise
         except Exception as error:
             raise _task_error([task], error) from error
-        for one in loaded["tasks"]:  # the results of one would stand for both
-            if owners.setdefault(one, task) != task:
-                raise InputError(f"'{owners[one]}' and '{task}' both have a task '{one}': run them in turn")
-        chosen += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
-    return manager, chosen
+        for subtask_name in loaded["tasks"]:  # results are by name
+            if owners.setdefault(subtask_name, task) != task:
+                raise InputError(
+                    f"'{owners[subtask_name]}' and '{task}' both have a task '{subtask_name}': evaluate them "
+                    "separately",
+                    code="duplicate-task",
+                )
+        in_group = name in loaded["groups"]
+        loaded_tasks += [loaded["groups"][name]] if in_group else loaded["tasks"].values()
+    return manager, loaded_tasks
 
 
 def _find_tasks(harness: Any, tasks: Sequence[str], include_path: str | Path | None) -> tuple[Any, list[str]]:
-    """A task manager that knows all of `tasks`, and what it calls them."""
+    """Return a task manager that has all of `tasks`, and their names in it."""
     if include_path is not None and not Path(include_path).is_dir():
-        raise InputError(f"there is no folder '{include_path}' to look for tasks in")
+        raise InputError(f"include_path: there is no folder '{include_path}'", code="folder-not-found")
     folder = None if include_path is None else str(Path(include_path).resolve())
-    # the harness comes with thousands of tasks, so they are read only if one is not among our own
+    # indexing the thousands of built-in tasks is slow: do it only if one of them is needed
     for with_defaults in (False, True):
         manager = harness.TaskManager(include_path=folder, include_defaults=with_defaults)
         known = set(manager.all_tasks)
@@ -177,43 +191,51 @@ def _resolve_task_file(task: str) -> str:
     path = Path(task)
     if path.suffix not in TASK_SUFFIXES:
         raise InputError(
-            f"the harness knows no task '{task}': `lm-eval ls tasks` lists them; a task of your own is a "
-            "YAML file, given by its path or found in the folder that `include` names"
+            f"unknown task '{task}': `lm-eval ls tasks` lists the built-in ones; pass your own as the path "
+            "of a YAML file, or by name with include_path, the folder of the file",
+            code="unknown-task",
         )
     if not path.is_file():
-        raise InputError(f"there is no task file '{task}'")
+        raise InputError(f"there is no task file '{task}'", code="task-file-not-found")
     _check_task_file(path)
     return str(path.resolve())
 
 
 def _check_task_file(path: Path) -> None:
-    """Refuse what the harness takes for a task and then stumbles over."""
+    """Raise for task files that the harness would accept and then fail on."""
 
-    class Reader(yaml.SafeLoader):
-        """Leaves `!function module.name` as it is written."""
+    class Loader(yaml.SafeLoader):
+        """Reads `!function module.name` as a string."""
 
-    Reader.add_constructor("!function", lambda _, node: node.value)
+    Loader.add_constructor("!function", lambda _, node: node.value)
     try:
         with path.open("rb") as file:
-            config = yaml.load(file, Reader)
+            config = yaml.load(file, Loader)
     except (OSError, yaml.YAMLError) as error:
         raise _task_error([str(path)], error) from error
     if not isinstance(config, dict):
-        raise InputError(f"'{path}' describes no task: it must give a 'task' its name and a 'dataset_path'")
+        raise InputError(
+            f"the task file '{path}' must be a mapping with 'task' and 'dataset_path'",
+            code="invalid-task-file",
+        )
     if "group" in config:
         raise InputError(
-            f"'{path}' describes a group, which the harness knows by its name alone: ask for "
-            f"'{config['group']}', with `include` the folder that holds the file and the group's tasks"
+            f"'{path}' defines a task group, which is selected by name: pass '{config['group']}', with "
+            "include_path the folder of the file and the group's tasks",
+            code="task-group-file",
         )
-    if config.keys() & {"include", "class"}:  # the rest stands elsewhere
+    if config.keys() & {"include", "class"}:  # other files define the rest
         return
     for key, others in (("task", set()), ("dataset_path", {"custom_dataset"})):
         if not isinstance(config.get(key), str) and not config.keys() & others:
-            raise InputError(f"the task file '{path}' has no '{key}', or one that is not a text")
+            raise InputError(
+                f"the task file '{path}' has no '{key}', or one that is not a string",
+                code="invalid-task-file",
+            )
 
 
 def _load_task(manager: Any, name: str) -> dict[str, Any]:
-    """A task with its questions: files of them are looked for from here, then beside the task's own."""
+    """Load a task and its documents; data files are relative to the working directory or the task file."""
     try:
         return manager.load([name])
     except FileNotFoundError:
@@ -226,48 +248,50 @@ def _load_task(manager: Any, name: str) -> dict[str, Any]:
 
 
 def _check_answers(task: Any, limit: int | None) -> None:
-    """Refuse answers that no choice can match: the harness would count them as wrong."""
+    """Raise for answers that are not among the choices: the harness would count them as wrong."""
     if task.OUTPUT_TYPE != "multiple_choice" or task.config.process_results is not None:
         return
-    for number, question in task.doc_iterator(limit=limit):
-        choices = task.doc_to_choice(question)
-        answers = task.doc_to_text(question) if task.multiple_input else task.doc_to_target(question)
+    for index, document in task.doc_iterator(limit=limit):
+        choices = task.doc_to_choice(document)
+        answers = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
         for answer in answers if isinstance(answers, list) else [answers]:
             is_number = isinstance(answer, int | float)
             if not (0 <= answer < len(choices) if is_number else answer in choices):
                 raise InputError(
-                    f"question {number + 1} of the task '{task.task_name}' has the answer {answer!r}, which "
-                    f"is none of its {len(choices)} choices"
+                    f"document {index + 1} of the task '{task.task_name}' has the answer {answer!r}, which "
+                    f"is none of its {len(choices)} choices",
+                    code="invalid-task-data",
                 )
 
 
 def _task_error(tasks: Sequence[str], error: Exception) -> InputError:
-    """What is wrong with a task, from what the harness stumbled over."""
+    """Return the error that explains an exception of the harness."""
     if type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # which says what is wrong with the questions
-    name = f"the task '{tasks[0]}'" if len(tasks) == 1 else f"one of the tasks {', '.join(tasks)}"
+        error = error.__cause__  # the reason, without the wrapper
+    name = f"the task '{tasks[0]}'" if len(tasks) == 1 else f"one of the tasks {join_limited(tasks, 8)}"
     reason = " ".join(str(error).split())
     match error:
         case OSError():
             return InputError(
-                f"the questions of {name} cannot be read ({reason}): data files are looked for from the "
-                "working directory and beside the task file, and what is on the hub needs a network"
+                f"the data of {name} cannot be read ({reason}): data files are relative to the working "
+                "directory or the task file, and Hub datasets need a network",
+                code="task-data-unreadable",
             )
         case StopIteration():
-            reason = "there are no questions in its data file"
-        case KeyError(args=(None,)):  # of the metric's aggregation
-            reason = "its metric_list names a metric that the harness does not know"
+            reason = "its data file has no documents"
+        case KeyError(args=(None,)):  # aggregation of an unknown metric
+            reason = "its metric_list has a metric that the harness does not have"
         case KeyError():
-            reason = f"it names {reason}, which is no split or column of its questions"
+            reason = f"{reason} is not a split or column of its data"
         case IndexError():
-            reason = f"its first answer is none of its choices, or it has no questions ({reason})"
+            reason = f"its first answer is none of its choices, or it has no documents ({reason})"
         case ValueError() if "larger than population" in reason:
-            reason = "it has fewer examples than the shots asked for"
-    return InputError(f"{name} cannot be run: {reason or type(error).__name__}")
+            reason = "it has fewer documents than num_fewshot"
+    return InputError(f"{name} cannot be run: {reason or type(error).__name__}", code="invalid-task")
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """`acc,none` → `acc`; what measures nothing (aliases, counts, "N/A") is left out."""
+    """Return the numeric metrics with plain names (`acc,none` → `acc`), without aliases and counts."""
     return {
         key.removesuffix(",none"): float(value)
         for key, value in values.items()

@@ -1,10 +1,10 @@
-"""Our decoder as an architecture of `transformers`.
+"""The qkflow decoder as a `transformers` architecture.
 
     import qkflow.hf                                                   # registers the architecture
     model = AutoModelForCausalLM.from_pretrained("path/to/exported")
 
-These classes give `Decoder` the interface that `generate`, `pipeline`, `Trainer` and the hub expect. Any
-cache of `transformers` works, since a coupled key never changes and can be kept.
+These classes give `Decoder` the interface of `generate`, `pipeline`, `Trainer` and the Hub. Every cache of
+`transformers` works: a coupled key depends on its own token only, so it can be cached.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ATTENTION_FIELDS = frozenset(field.name for field in dataclasses.fields(Attentio
 def _config_property(
     field: str, doc: str, default_fn: Callable[[QKFlowConfig], Any] | None = None
 ) -> property:
-    """A field of our config, here by whatever name; `otherwise` says what a None stands for."""
+    """Return a property that reads and writes `shape[field]`; `default_fn` replaces a None."""
 
     def read(self: QKFlowConfig) -> Any:
         value = (self.shape or {})[field]
@@ -58,15 +58,17 @@ def _config_property(
 
 
 class QKFlowConfig(PreTrainedConfig):
-    """The fields of `ModelConfig`, given directly or as `shape`, and what `transformers` needs besides.
+    """The fields of `ModelConfig`, as keywords or in `shape`, plus what `transformers` needs.
 
     QKFlowConfig(vocab_size=2048, n_layers=4, dim=128, n_heads=4, attention={"coupling": "euler"})
     """
 
     model_type = "qkflow"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    # what `transformers`, PEFT and others call the fields of ours
+    # names of the same fields in `transformers` and PEFT; config.json has them next to `shape`
     aliases: ClassVar[dict[str, str]] = {
+        "vocab_size": "vocab_size",
+        "head_dim": "head_dim",
         "hidden_size": "dim",
         "num_hidden_layers": "n_layers",
         "num_attention_heads": "n_heads",
@@ -76,72 +78,81 @@ class QKFlowConfig(PreTrainedConfig):
         "tie_word_embeddings": "tie_embeddings",
     }
 
-    shape: dict | None = None  # a preset, unless given; never None once made
-    max_position_embeddings: int = 2048  # what the model was trained on; rotary positions go further
+    shape: dict | None = None  # default: the preset `tiny`; set by __post_init__
+    max_position_embeddings: int = 2048  # sequence length in training; RoPE accepts longer ones
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name) for name in list(kwargs) if name in MODEL_FIELDS}
         if not isinstance(self.shape, dict | None):
-            raise InputError(f"shape is a mapping of model fields to values, not {self.shape!r}")
-        said = {**(self.shape or {}), **given}
-        self.shape = ModelConfig.from_dict({**(self.shape or preset("tiny").to_dict()), **given}).to_dict()
-        kwargs = {name: value for name, value in kwargs.items() if not self._already_given(name, value, said)}
-        if self.shape["slow"] is not None:  # its state has no place in a cache of transformers
+            raise InputError(
+                f"shape must map model fields to values, not be {self.shape!r}", code="invalid-model-config"
+            )
+        own = MODEL_FIELDS if self.shape is None else MODEL_FIELDS - self.aliases.keys()
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in own}
+        explicit = {**(self.shape or {}), **fields}
+        self.shape = ModelConfig.from_dict({**(self.shape or preset("tiny").to_dict()), **fields}).to_dict()
+        kwargs = {
+            name: value for name, value in kwargs.items() if not self._is_redundant(name, value, explicit)
+        }
+        if self.shape["slow"] is not None:  # a transformers cache cannot hold the state of a slow path
             self.use_cache = False
         super().__post_init__(**kwargs)
-        self.model_config()  # refuses what came by another name
+        self.model_config()  # raises for invalid values that aliases have set
 
-    def _already_given(self, name: str, value: Any, given: dict[str, Any]) -> bool:
-        """Whether the shape says this already; what contradicts it, or would be passed over, is refused."""
+    def _is_redundant(self, name: str, value: Any, explicit: dict[str, Any]) -> bool:
+        """Return whether `name` is an alias of an explicit field; raise if the two conflict."""
         if name in ATTENTION_FIELDS:
-            raise InputError(f"'{name}' is an option of attention: give attention={{'{name}': {value!r}}}")
+            raise InputError(
+                f"'{name}' is an option of attention: pass attention={{'{name}': {value!r}}}",
+                code="attention-option",
+            )
         field = self.aliases.get(name)
-        if field in given and getattr(self, name) != value:
-            raise InputError(f"{field}={given[field]!r} and {name}={value!r} contradict each other")
-        meant = difflib.get_close_matches(name, MODEL_FIELDS, cutoff=0.8)
-        if meant and field is None and not hasattr(self, name):
+        if field in explicit and getattr(self, name) != value:
+            raise InputError(
+                f"{field}={explicit[field]!r} and {name}={value!r} conflict: set one of them",
+                code="conflicting-config",
+            )
+        similar = difflib.get_close_matches(name, MODEL_FIELDS, cutoff=0.8)
+        if similar and field is None and not hasattr(self, name):
             raise unknown("field of QKFlowConfig", name, MODEL_FIELDS)
-        return field in given
+        return field in explicit
 
-    vocab_size = _config_property("vocab_size", "size of the vocabulary")
-    hidden_size = _config_property("dim", "size of the residual stream")
-    num_hidden_layers = _config_property("n_layers", "number of blocks")
+    vocab_size = _config_property("vocab_size", "see ModelConfig.vocab_size")
+    hidden_size = _config_property("dim", "see ModelConfig.dim")
+    num_hidden_layers = _config_property("n_layers", "see ModelConfig.n_layers")
     num_attention_heads = _config_property("n_heads", "query heads")
     num_key_value_heads = _config_property(
         "n_kv_heads", "key and value heads", lambda self: self.num_attention_heads
     )
     head_dim = _config_property(
-        "head_dim", "size of a head", lambda self: self.hidden_size // self.num_attention_heads
+        "head_dim", "width of a head", lambda self: self.hidden_size // self.num_attention_heads
     )
     intermediate_size = _config_property(
-        "hidden_dim", "width of the feed-forward", lambda self: 4 * self.hidden_size
+        "hidden_dim", "hidden width of the feed-forward", lambda self: 4 * self.hidden_size
     )
-    rms_norm_eps = _config_property("norm_eps", "added under the root of every norm")
-    tie_word_embeddings = _config_property(
-        "tie_embeddings", "whether the embedding is the output matrix as well"
-    )
+    rms_norm_eps = _config_property("norm_eps", "see ModelConfig.norm_eps")
+    tie_word_embeddings = _config_property("tie_embeddings", "see ModelConfig.tie_embeddings")
 
     def to_dict(self) -> dict[str, Any]:
-        """With the names that others look for in a config's file."""
+        """Return the config together with the field names that `transformers` tools read."""
         return {
             **super().to_dict(),
-            **{name: getattr(self, name) for name in ("vocab_size", "head_dim", *self.aliases)},
+            **{name: getattr(self, name) for name in self.aliases},
         }
 
     def model_config(self) -> ModelConfig:
         return ModelConfig.from_dict(self.shape or {})
 
 
-for _field in MODEL_FIELDS - set(vars(QKFlowConfig)):  # so that from_pretrained(folder, n_layers=2) finds it
+for _field in MODEL_FIELDS - set(vars(QKFlowConfig)):  # from_pretrained(folder, n_layers=2) sets attributes
     setattr(QKFlowConfig, _field, _config_property(_field, f"see ModelConfig.{_field}"))
 
 
 class LayerCache:
-    """One layer of a `transformers` cache, in the manner of our own `KVCache`."""
+    """One layer of a `transformers` cache with the interface of `KVCache`."""
 
     def __init__(self, cache: Cache, layer_idx: int) -> None:
         self.cache, self.layer_idx = cache, layer_idx
@@ -152,10 +163,10 @@ class LayerCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end, key_heads = self.length + k.shape[1], k.shape[2]
-        if key_heads > v.shape[2]:  # differential: a static cache wants as many heads of keys as of values
+        if key_heads > v.shape[2]:  # differential: a static cache needs as many key heads as value heads
             k = k.reshape(*k.shape[:2], v.shape[2], -1)
         keys, values = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
-        # a static cache hands out all its room, filled or not
+        # a static cache returns its whole buffer
         keys, values = keys[:, :, :end].transpose(1, 2), values[:, :, :end].transpose(1, 2)
         return keys.reshape(*keys.shape[:2], key_heads, -1), values
 
@@ -174,7 +185,7 @@ class QKFlowPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Start what a checkpoint did not hold; a fresh decoder has started itself."""
+        """Initialize the parameters that a checkpoint did not contain; a new decoder initializes itself."""
         if not isinstance(module, SupportsInit):
             super()._init_weights(module)
             return
@@ -191,7 +202,7 @@ class QKFlowPreTrainedModel(PreTrainedModel):
 
 
 class QKFlowModel(QKFlowPreTrainedModel):
-    """Token ids in, hidden states out."""
+    """Token ids (B, T) -> hidden states (B, T, dim)."""
 
     def __init__(self, config: QKFlowConfig) -> None:
         super().__init__(config)
@@ -231,53 +242,69 @@ class QKFlowModel(QKFlowPreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
-            raise InputError("a qkflow model reads either input_ids or inputs_embeds")
+            raise InputError(
+                "pass either input_ids or inputs_embeds, not both or none", code="invalid-inputs"
+            )
         x = self.decoder.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if attention_mask is not None:
             _check_mask(attention_mask, x)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.decoder.slow is not None and (use_cache or past_key_values is not None):
             raise InputError(
-                "a slow path keeps what no cache of transformers has a place for: pass use_cache=False, or "
-                "decode with qkflow.models.generate"
+                "a transformers cache cannot hold the state of a slow path: pass use_cache=False, or decode "
+                "with qkflow.models.generate",
+                code="slow-path-cache",
             )
         if self.training and self.gradient_checkpointing:
             use_cache = False
-        documents = None
+        document_ids = None
         if attention_mask is None and past_key_values is None and position_ids is not None:
-            documents = _document_ids(position_ids)
+            document_ids = _document_ids(position_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         caches: Any = None
         if past_key_values is not None:
             caches = [LayerCache(past_key_values, layer) for layer in range(self.config.num_hidden_layers)]
-        padding = None
+        mask = None
         if attention_mask is not None and (torch.compiler.is_compiling() or not attention_mask.all()):
-            padding = attention_mask.bool()
+            mask = attention_mask.bool()
         hidden = self.decoder.forward_embeddings(
-            x, positions=position_ids, attention_mask=padding, document_ids=documents, caches=caches
+            x, positions=position_ids, attention_mask=mask, document_ids=document_ids, caches=caches
         )
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
 
 def _check_mask(attention_mask: Tensor, x: Tensor) -> None:
     if attention_mask.dim() != 2:
-        raise InputError("attention_mask must be (batch, tokens), 1 at real tokens and 0 at padding")
+        raise InputError(
+            "attention_mask must be (batch, tokens), 1 at real tokens and 0 at padding, not "
+            f"{tuple(attention_mask.shape)}",
+            code="invalid-attention-mask",
+        )
     if attention_mask.shape[0] != x.shape[0]:
-        raise InputError(f"attention_mask is for {attention_mask.shape[0]} sequences, not {x.shape[0]}")
+        raise InputError(
+            f"attention_mask has {attention_mask.shape[0]} rows, but the batch {x.shape[0]}",
+            code="invalid-attention-mask",
+        )
     if attention_mask.shape[1] < x.shape[1]:
-        raise InputError(f"attention_mask covers {attention_mask.shape[1]} tokens of {x.shape[1]}")
+        raise InputError(
+            f"attention_mask covers {attention_mask.shape[1]} of {x.shape[1]} tokens",
+            code="invalid-attention-mask",
+        )
 
 
 def _document_ids(position_ids: Tensor) -> Tensor | None:
-    """Which text of a packed row each token belongs to, as `transformers` reads it: positions begin anew."""
+    """Return the document number of every token of packed rows, or None for one document per row.
+
+    As in `transformers`, a document starts wherever a position is not its predecessor plus one.
+    """
     first = position_ids[..., :1] - 1
-    documents = (position_ids.diff(prepend=first, dim=-1) != 1).cumsum(-1)
-    return documents if torch.compiler.is_compiling() or documents.any() else None
+    document_ids = (position_ids.diff(prepend=first, dim=-1) != 1).cumsum(-1)
+    return document_ids if torch.compiler.is_compiling() or document_ids.any() else None
 
 
 class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
-    """Token ids in, logits of the next token out."""
+    """Token ids (B, T) -> logits of the next token (B, T, vocab_size)."""
 
     def __init__(self, config: QKFlowConfig) -> None:
         super().__init__(config)
@@ -287,16 +314,16 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
             self.generation_config.use_cache = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model.decoder.slow is not None:  # reads everything again for every token
+        if self.model.decoder.slow is not None:  # recomputes the whole sequence for every token
             kwargs |= {"use_cache": False, "cache_implementation": None}
         return super().generate(*args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        return attention_mask  # our attention makes its own mask of who sees whom
+        return attention_mask  # the decoder builds the causal mask itself
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return self.model.decoder.head  # None where it is the embedding
+        return self.model.decoder.head  # None with tied embeddings
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.model.decoder.head = value
@@ -333,7 +360,7 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
 
 
 class QKFlowForSequenceClassification(GenericForSequenceClassification, QKFlowPreTrainedModel):
-    """Reads the class at the last token that is not padding."""
+    """Classification from the last token that is not padding."""
 
     roles: ClassVar[dict[str, str]] = {"score": "head"}
 

@@ -1,12 +1,11 @@
-"""Models on disk: opened whatever they are, and written in the form that is asked for."""
+"""Load models and tokenizers from disk or the Hub; convert between run and `transformers` folders."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +20,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from qkflow import files
 from qkflow.data.readers.hf_datasets import check_hub_reachable
 from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from qkflow.errors import InputError
+from qkflow.errors import InputError, join_limited, unknown
 from qkflow.hf.adapter_io import PICKLE_SUFFIXES, load_adapter
 from qkflow.hf.convert import from_transformers, to_llama, to_transformers
 from qkflow.hf.model_card import create_model_card
 from qkflow.hf.modeling import QKFlowPreTrainedModel
+from qkflow.training import pretrained
 
 ExportFormat = Literal["qkflow", "llama"]
-# errors that say in words what is wrong; of others the name helps
+# errors whose message is enough; of others the class name is shown, too
 SELF_EXPLANATORY_ERRORS = (
     OSError,
     ValueError,
@@ -38,39 +38,41 @@ SELF_EXPLANATORY_ERRORS = (
     StrictDataclassError,
 )
 NO_PICKLES_HINT = (
-    "pickles are never opened, so load it where you trust it and write it again with save_pretrained, "
-    "which makes a safetensors file"
+    "pickles are never opened; load it where you trust it and write it again with save_pretrained, which "
+    "writes a safetensors file"
 )
 
 
 def load_model_and_tokenizer(
     source: str | Path, *, coupling: str | Path | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A causal model and its tokenizer: a run of ours, or a folder or hub name of `transformers`.
+    """Load a causal language model and its tokenizer, in eval mode.
 
-    `coupling` is a folder that `hf.save_adapter` wrote, to be attached. Code that comes with a model is never run.
+    source      the folder of a qkflow run, or a `transformers` folder or Hub name
+    coupling    a folder that `hf.save_adapter` wrote, attached to the model
+
+    Code that comes with a model is never run.
     """
     if is_run_dir(Path(source)):
-        training = _import_pretrained()
-        decoder, tokenizer = training.load_model(source)
-        model = to_transformers(decoder, **training.transformers_config(source))
-        words = to_fast_tokenizer(tokenizer)
+        decoder, decoder_tokenizer = pretrained.load_model(source)
+        model = to_transformers(decoder, **pretrained.transformers_config(source))
+        tokenizer = to_fast_tokenizer(decoder_tokenizer)
     else:
-        model, words = _load_transformers(str(source))
+        model, tokenizer = _load_transformers(str(source))
     if coupling is not None:
         load_adapter(model, coupling)
-    return model.eval(), words
+    return model.eval(), tokenizer
 
 
 def export_model(source: str | Path, out: str | Path, *, to: ExportFormat = "qkflow") -> PreTrainedModel:
-    """Write a run of ours as a `transformers` folder with weights, tokenizer and model card."""
-    training = _import_pretrained()
-    decoder, tokenizer = training.load_model(source)
+    """Write the model of a qkflow run as a `transformers` folder: weights, config, tokenizer, model card."""
+    _check_new_folder(Path(out))
+    decoder, tokenizer = pretrained.load_model(source)
     convert = {"qkflow": to_transformers, "llama": to_llama}
     if to not in convert:
-        raise InputError(f"a model is exported to 'qkflow' or 'llama', not '{to}'")
-    model = convert[to](decoder, **training.transformers_config(source))
-    with _atomic_folder(Path(out)) as folder:
+        raise unknown("export format", to, convert)
+    model = convert[to](decoder, **pretrained.transformers_config(source))
+    with files.staging_folder(Path(out)) as folder:
         model.save_pretrained(folder)
         to_fast_tokenizer(tokenizer).save_pretrained(folder)
         files.write_atomic(
@@ -80,22 +82,23 @@ def export_model(source: str | Path, out: str | Path, *, to: ExportFormat = "qkf
 
 
 def import_model(source: str | Path, out: str | Path) -> nn.Module:
-    """Write a `transformers` model (of our architecture, or a Llama) as a folder that `qkflow` reads."""
-    model, words = _load_transformers(str(source))
+    """Write a `transformers` model (qkflow architecture or Llama) as a folder that qkflow commands read."""
+    _check_new_folder(Path(out))
+    model, fast_tokenizer = _load_transformers(str(source))
     decoder = from_transformers(model)
-    tokenizer = _from_fast_tokenizer(words)
+    tokenizer = _from_fast_tokenizer(fast_tokenizer)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise InputError(
-            f"the tokenizer of '{source}' knows {tokenizer.vocab_size} tokens, the model only "
-            f"{decoder.config.vocab_size}: resize its embeddings, or give the tokenizer it was trained with"
+            f"the tokenizer of '{source}' has {tokenizer.vocab_size} tokens, the model only "
+            f"{decoder.config.vocab_size}: resize its embeddings, or give the tokenizer it was trained with",
+            code="vocab-size-mismatch",
         )
     ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    training = _import_pretrained()
-    with _atomic_folder(Path(out)) as folder:
-        training.save(
+    with files.staging_folder(Path(out)) as folder:
+        pretrained.save_model(
             folder / "model",
             decoder.config,
-            training.full_state_dict(decoder),
+            pretrained.full_state_dict(decoder),
             tokenizer,
             length=model.config.max_position_embeddings,
             special_tokens={name: token for name, token in ids.items() if token is not None},
@@ -104,52 +107,54 @@ def import_model(source: str | Path, out: str | Path) -> nn.Module:
 
 
 def is_run_dir(path: Path) -> bool:
-    """Whether a folder is a run of ours, or the `model` folder of one."""
-    for config in (path / "config.json", path / "model" / "config.json"):
-        if config.is_file():
+    """Return whether a folder is a finished qkflow run, or the `model` folder of one."""
+    for config_path in (path / "config.json", path / "model" / "config.json"):
+        if config_path.is_file():
             try:
-                written = json.loads(config.read_text())
+                config = json.loads(config_path.read_text())
             except ValueError:
                 return False
-            return isinstance(written, dict) and "format" in written
+            return isinstance(config, dict) and "format" in config
     return False
 
 
 def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Our tokenizer as one of `transformers`."""
+    """Convert a qkflow tokenizer to a fast tokenizer of `transformers`."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
     if isinstance(tokenizer, HuggingFaceTokenizer):
         rust = RustTokenizer.from_str(tokenizer.to_str())
-        end = rust.id_to_token(tokenizer.eos_token_id)
+        eos_token = rust.id_to_token(tokenizer.eos_token_id)
         if tokenizer.bos_token_id is None:
-            rust.post_processor = None  # the model never saw what a template puts around a text
-    else:  # bytes: token i is byte i, written in the letters that byte-level BPE has for bytes
-        letters = bytes_to_unicode()
-        rust = RustTokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+            rust.post_processor = None  # training texts have no template
+    else:  # bytes: token i is byte i, as a byte-level BPE without merges
+        byte_chars = bytes_to_unicode()
+        rust = RustTokenizer(models.BPE({byte_chars[byte]: byte for byte in range(256)}, []))
         rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         rust.decoder = decoders.ByteLevel()
-        end = "<|endoftext|>"
-        rust.add_special_tokens([end])
-    start = tokenizer.bos_token_id
-    first = None if start is None else rust.id_to_token(start)
-    return PreTrainedTokenizerFast(tokenizer_object=rust, bos_token=first, eos_token=end, pad_token=end)
+        eos_token = "<|endoftext|>"
+        rust.add_special_tokens([eos_token])
+    bos_id = tokenizer.bos_token_id
+    bos_token = None if bos_id is None else rust.id_to_token(bos_id)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rust, bos_token=bos_token, eos_token=eos_token, pad_token=eos_token
+    )
 
 
 def _from_fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     if len(tokenizer) == ByteTokenizer.vocab_size and tokenizer.encode("é") == list("é".encode()):
         return ByteTokenizer()
-    added = tokenizer.encode("")  # what its template puts around every text
+    added = tokenizer.encode("")  # the template of its post-processor
     return HuggingFaceTokenizer(tokenizer.backend_tokenizer, tokenizer.eos_token, added[0] if added else None)
 
 
 def _check_source_exists(source: str) -> None:
-    """Say at once what is not there: the hub's own client would look for it for half a minute."""
+    """Raise if a folder or Hub name does not exist. The Hub client would retry for half a minute first."""
     if Path(source).is_dir():
         return
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
-        raise InputError(f"there is no model at {source}: give the folder of one")
+        raise InputError(f"there is no model at {source}: give the folder of one", code="model-not-found")
     if not isinstance(try_to_load_from_cache(source, "config.json"), str):
         check_hub_reachable(f"'{source}', which is no folder here,", "the path of its folder")
 
@@ -158,40 +163,42 @@ def _load_transformers(source: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     _check_source_exists(source)
     _check_no_pickles(Path(source))
     with _silence_load_report():
-        model, found = _from_pretrained(
+        model, loading_info = _from_pretrained(
             AutoModelForCausalLM,
             source,
             "as a causal model",
             "check its files, config.json first, or save it again with save_pretrained",
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are in the account, and refused here
+            ignore_mismatched_sizes=True,  # listed in loading_info and refused below
             output_loading_info=True,
         )
-    _check_loaded_weights(source, model, found)
-    _import_pretrained().check_finite_weights(f"'{source}'", model.named_parameters())
-    hint = "put the tokenizer.json that it was trained with there"
+    _check_loaded_weights(source, model, loading_info)
+    pretrained.check_finite_weights(f"'{source}'", model.named_parameters())
+    hint = "add the tokenizer.json that it was trained with"
     return model, _from_pretrained(AutoTokenizer, source, "for its tokenizer", hint)
 
 
 def _from_pretrained(auto_class: Any, source: str, purpose: str, hint: str, **options: Any) -> Any:
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **options)
-    except Exception as error:  # it hands on whatever the files make it run into
+    except Exception as error:  # transformers raises many classes for broken files
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         more = 4 if lines and lines[0].endswith(":") else 1  # of a list, its first items
         reason = " ".join(lines[:more]).rstrip(":,.")
-        if "use_safetensors" in reason:  # so it says of a name on the hub that there are none
+        if "use_safetensors" in reason:  # a Hub repository without safetensors
             reason, hint = "it has no safetensors file", NO_PICKLES_HINT
         if isinstance(error, ImportError):
-            hint = "install that, or give a model that does without"
+            hint = "install it, or give a model that does not need it"
         if not isinstance(error, SELF_EXPLANATORY_ERRORS):
             reason = f"{type(error).__name__}: {reason}"
-        raise InputError(f"'{source}' cannot be opened {purpose} ({reason}): {hint}") from error
+        raise InputError(
+            f"'{source}' cannot be loaded {purpose} ({reason}): {hint}", code="model-not-loadable"
+        ) from error
 
 
 @contextmanager
 def _silence_load_report() -> Iterator[None]:
-    """What `transformers` would warn of when it loads weights is refused here, in one sentence."""
+    """Silence warnings about missing and unexpected weights, which `_check_loaded_weights` raises for."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def errors(record: logging.LogRecord) -> bool:
@@ -205,9 +212,9 @@ def _silence_load_report() -> Iterator[None]:
 
 
 def _check_no_pickles(folder: Path) -> None:
-    """Also those that a config or an index of safetensors points at, which `use_safetensors` lets pass."""
+    """Raise if weights are pickles, also where the config or safetensors index names one."""
     if not folder.is_dir():
-        return  # a name on the hub
+        return  # a Hub name
     named: list[str] = []
     for file in (folder / "config.json", folder / "model.safetensors.index.json"):
         named += re.findall(r'"([^"]+)"', file.read_text("utf-8", "replace")) if file.is_file() else []
@@ -215,51 +222,36 @@ def _check_no_pickles(folder: Path) -> None:
         named += [path.name for path in folder.iterdir()]
     pickles = sorted({name for name in named if Path(name).suffix in PICKLE_SUFFIXES})
     if pickles:
-        raise InputError(f"'{folder}' keeps its weights in {_join_limited(pickles)}: {NO_PICKLES_HINT}")
+        raise InputError(
+            f"'{folder}' has its weights in {join_limited(pickles, 2)}: {NO_PICKLES_HINT}",
+            code="pickle-refused",
+        )
 
 
 def _check_loaded_weights(source: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:
-    """A model that had weights drawn at random, or left out, is not the one that was saved."""
+    """Raise if weights were missing (so randomly initialized), unexpected, or of another shape."""
     missing, extra = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
     coupled = [key for key in extra if ".coupling." in key]
     if coupled and not isinstance(model, QKFlowPreTrainedModel):
         raise InputError(
-            f"'{source}' was saved with a coupling attached ({_join_limited(coupled)}): hf.save_adapter the coupling, "
-            "hf.detach it before save_pretrained, and give what hf.save_adapter wrote with --coupling"
+            f"'{source}' was saved with a coupling attached ({join_limited(coupled, 2)}): save the coupling "
+            "with hf.save_adapter, hf.detach it before save_pretrained, and pass its folder as --coupling",
+            code="coupling-in-checkpoint",
         )
     shapes = [
         f"{key}, {(*there,)} instead of {(*here,)}"
         for key, there, here in sorted(loading_info["mismatched_keys"])
     ]
-    wrong = {"missing": missing, "without a place": extra, "of another shape": shapes}
-    faults = "; ".join(f"{what}: {_join_limited(keys)}" for what, keys in wrong.items() if keys)
-    if faults:
+    problems = {"missing": missing, "unexpected": extra, "mismatched": shapes}
+    listed = "; ".join(f"{kind}: {join_limited(keys, 2)}" for kind, keys in problems.items() if keys)
+    if listed:
         raise InputError(
-            f"the weights of '{source}' are not those of the {type(model).__name__} that its config.json "
-            f"describes ({faults}): give the folder of a causal model as save_pretrained wrote it"
+            f"the weights of '{source}' do not fit the {type(model).__name__} in its config.json ({listed}): "
+            "give the folder of a causal language model as save_pretrained wrote it",
+            code="weights-mismatch",
         )
 
 
-def _join_limited(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def _import_pretrained() -> Any:
-    from qkflow.training import pretrained
-
-    return pretrained
-
-
-@contextmanager
-def _atomic_folder(out: Path) -> Iterator[Path]:
-    """A folder that takes `out`'s place when the block ends, and leaves nothing behind when it fails."""
+def _check_new_folder(out: Path) -> None:
     if out.exists():
-        raise InputError(f"'{out}' exists already: name a folder that does not")
-    staging = out.with_name(f".{out.name}.part")
-    shutil.rmtree(staging, ignore_errors=True)
-    files.make_folder(staging)
-    try:
-        yield staging
-        staging.rename(out)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        raise InputError(f"'{out}' exists already: name a folder that does not", code="folder-exists")

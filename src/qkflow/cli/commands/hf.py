@@ -1,4 +1,4 @@
-"""`qkflow export` and `qkflow import`, between our runs and `transformers` folders; the tasks of `eval`."""
+"""`qkflow export` and `qkflow import` (`transformers` folders), and the tasks of `qkflow eval`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from qkflow import console
 def export(source: Path, out: Path, /, to: Literal["qkflow", "llama"] = "qkflow", json: bool = False) -> None:
     """Write a trained model as a `transformers` folder: weights, config, tokenizer and model card.
 
-    `--to qkflow` keeps the model as it is; loading it needs `import qkflow.hf`. `--to llama` writes a plain
-    Llama that everything reads, which takes standard attention (a drift is merged into the weights), rotary
-    positions and a SwiGLU feed-forward.
+    `--to qkflow` keeps the architecture; loading it needs `import qkflow.hf`. `--to llama` writes a plain
+    Llama: standard attention (a drift is merged into the weights), RoPE, SwiGLU feed-forward.
 
     For example:
         qkflow export runs/mine mine-hf
         qkflow export runs/mine mine-llama --to llama
 
     Args:
-        source: the folder of a finished run, or its `model` folder.
-        out: the folder to write, which must not exist yet.
-        to: the architecture.
+        source: folder of a finished run, or its `model` folder.
+        out: folder to write; it must not exist.
+        to: architecture.
         json: print one JSON object.
     """
     from qkflow import hf
@@ -39,15 +38,15 @@ def export(source: Path, out: Path, /, to: Literal["qkflow", "llama"] = "qkflow"
 def import_model(source: str, out: Path, /, json: bool = False) -> None:
     """Write a `transformers` model as a folder that every qkflow command reads.
 
-    Takes models of our own architecture and Llamas, with all their weights in safetensors.
+    Supports the qkflow architecture and Llama, with weights in safetensors.
 
     For example:
         qkflow import path/to/llama runs/llama
         qkflow eval runs/llama
 
     Args:
-        source: a `transformers` folder, or a name on the hub.
-        out: the folder to write, which must not exist yet.
+        source: a `transformers` folder or Hub name.
+        out: folder to write; it must not exist.
         json: print one JSON object.
     """
     from qkflow import hf
@@ -75,12 +74,12 @@ def evaluate_tasks(
     device: str = "cpu",
     json: bool = False,
 ) -> None:
-    """What `qkflow eval MODEL --tasks a,b` does: run tasks of the evaluation harness, show their results."""
+    """Run `qkflow eval MODEL --tasks a,b`: evaluate lm-evaluation-harness tasks, print results."""
     from qkflow import hf
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    with redirect_stdout(sys.stderr):  # the harness talks; the result alone goes to stdout
-        found = hf.evaluate(
+    with redirect_stdout(sys.stderr):  # the harness prints; stdout is for the result
+        results = hf.evaluate(
             model,
             names,
             coupling=coupling,
@@ -91,16 +90,15 @@ def evaluate_tasks(
             device=device,
         )
     if json:
-        console.emit_json({"model": str(model), "tasks": found})
+        console.emit_json({"model": str(model), "tasks": results})
         return
     table = Table(title=Text(str(model)))
-    for column in ("task", "measure", "value"):
+    for column in ("task", "metric", "value"):
         table.add_column(column, justify="right" if column == "value" else "left")
-    for task, measures in found.items():
-        for measure, value in measures.items():
-            if not measure.endswith("_stderr"):
-                error = measures.get(f"{measure}_stderr")
-                table.add_row(
-                    task, measure, f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
-                )
+    for task, metrics in results.items():
+        for metric, value in metrics.items():
+            if not metric.endswith("_stderr"):
+                error = metrics.get(f"{metric}_stderr")
+                shown = f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+                table.add_row(task, metric, shown)
     console.out.print(table)
