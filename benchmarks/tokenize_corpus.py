@@ -5,9 +5,9 @@
     taskset -c 0 python benchmarks/tokenize_corpus.py           # one core
 
 `prepare` is what `qkflow data prepare` does with an empty cache: hash and read the files, train a `bpe:SIZE`,
-assign splits, encode, write token files and checksums. `tokenizers` gets the documents in memory, and its
-result is discarded. Variants are interleaved. Printed are the median speeds, and the median and range over
-rounds of the time of each variant relative to `prepare`.
+assign splits, encode, write token files and checksums. `tokenize_corpus` is the same without the training.
+`tokenizers` gets the documents in memory, and its result is discarded. Variants are interleaved. Printed are
+the median speeds, and the median and range over rounds of the time of each variant relative to `prepare`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from typing import Any
 from qkflow.data import corpora, prepare, splits
 from qkflow.data import tokenizer as tokenizers
 from qkflow.data.bpe_cache import use_bpe_cache
+from qkflow.data.pipeline import tokenize_corpus
 from qkflow.data.readers.files import ReadProgress
+from qkflow.data.token_set import TokenSetWriter
 from qkflow.system import process_cpu_count
 
 
@@ -64,6 +66,12 @@ def build_variants(
     tokenizer = tokenizers.train_bpe(train, vocab_size) if vocab_size else tokenizers.load_tokenizer(spec)
     texts = [document.text for document in documents]
 
+    def tokenize() -> None:
+        fresh = tokenizers.tokenizer_from_str(tokenizer.to_str(), tokenizer.eos_token_id)  # an empty cache
+        with tempfile.TemporaryDirectory() as folder, TokenSetWriter(Path(folder), fresh) as writer:
+            tokenize_corpus(corpora.resolve(corpus), fresh, writer, ReadProgress())
+            writer.finalize({"name": corpus}, spec)
+
     def prepare_with(cached: bool) -> None:
         with use_bpe_cache(cached), tempfile.TemporaryDirectory() as folder:
             prepare(corpus, spec, cache_dir=Path(folder), show_progress=False)
@@ -71,6 +79,7 @@ def build_variants(
     variants: dict[str, Callable[[], object]] = {
         "prepare": lambda: prepare_with(True),
         "prepare, no word cache": lambda: prepare_with(False),
+        "tokenize_corpus": tokenize,
     }
     if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
         backend = tokenizer.backend_tokenizer

@@ -60,9 +60,9 @@ SMALL = ("--tokenizer", "bytes", "--seq-len", "16", "--batch-size", "4")
 OF_BOTH = [
     (["--data", "nowhere.txt"], "there is no file or folder nowhere.txt"),
     (["--data", "empty.txt"], "empty.txt is empty"),
-    (["--data", "binary.txt"], "binary.txt is binary, not UTF-8 text"),
-    (["--data", "one.txt"], "too little to keep some of it for validation"),
-    (["--data", "no-texts"], "no-texts holds no file of text"),
+    (["--data", "binary.txt"], "[binary-file]"),
+    (["--data", "one.txt"], "[single-document]"),
+    (["--data", "no-texts"], "[no-text-files]"),
     (["--data", "short.jsonl", "--seq-len", "500"], "fewer than one window of 501"),
     (["--data", "speches"], "did you mean 'speeches'"),
     (["--data", "hf:nobody/nothing"], "cannot be reached: pass a local copy, as hf:/path"),

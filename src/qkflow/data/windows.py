@@ -47,7 +47,7 @@ class TrainWindows:
             )
         if len(tokens) < seq_len + 1:
             raise InputError(
-                f"the training text has {len(tokens)} tokens, less than one window of {seq_len + 1}: "
+                f"the training text has {len(tokens)} tokens, fewer than one window of {seq_len + 1}: "
                 "use a longer text or a smaller seq_len",
                 code="text-too-short",
             )
