@@ -171,13 +171,13 @@ def field_descriptions(cls: type) -> dict[str, str]:
     A docstring entry is `name`, two spaces or more and the text; deeper indented lines continue it.
     """
     entries = re.findall(r"^(\w+) {2,}(\S.*(?:\n {2,}\S.*)*)", inspect.getdoc(cls) or "", re.M)
-    found = {name: " ".join(text.split()) for name, text in entries}
+    descriptions = {name: " ".join(text.split()) for name, text in entries}
     source = inspect.cleandoc(inspect.getsource(cls))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         field = re.match(r" *(\w+):", token.line)
         if token.type == tokenize.COMMENT and field:
-            found[field[1]] = token.string.lstrip("# ")
-    return found
+            descriptions[field[1]] = token.string.lstrip("# ")
+    return descriptions
 
 
 def _type_name(hint: Any) -> str:
