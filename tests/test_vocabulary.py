@@ -14,7 +14,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PENDING = ("src/", "tests/", "docs/huggingface.md")  # not yet rewritten; must become empty
+PENDING = (  # not yet rewritten; must become empty
+    *(
+        "src/qkflow/attention",
+        "src/qkflow/autograd",
+        "src/qkflow/bench",
+        "src/qkflow/cli",
+        "src/qkflow/config_io",
+    ),
+    *(
+        "src/qkflow/hf/attach",
+        "src/qkflow/models",
+        "src/qkflow/papers",
+        "src/qkflow/report",
+        "src/qkflow/roles",
+    ),
+    *("src/qkflow/studies", "src/qkflow/system", "src/qkflow/training", "tests/", "docs/huggingface.md"),
+)
 
 
 def word(*alternatives: str) -> str:
@@ -87,6 +103,13 @@ SOURCE_ONLY = {
 }
 
 
+ALLOWED = {  # names that others chose
+    ("src/qkflow/data/token_set.py", "licence"),  # a key of the manifest, format 1
+    ("src/qkflow/hf/attention_layers.py", "head_size"),  # an attribute of `transformers` layers
+    ("src/qkflow/hf/pretrained.py", "processor"),  # `post_processor` of the `tokenizers` library
+}
+
+
 def occurrences(text: str, patterns: dict[str, str]) -> Iterator[tuple[int, str, str]]:
     for pattern, instead in patterns.items():
         for match in re.finditer(pattern, text, re.M):
@@ -103,8 +126,10 @@ def scan() -> list[str]:
     hits = []
     for path in scanned_files():
         patterns = EVERYWHERE | (SOURCE_ONLY if path.suffix == ".py" else {})
+        name = path.relative_to(ROOT).as_posix()
         for line, found, instead in occurrences(path.read_text("utf-8"), patterns):
-            hits.append(f"{path.relative_to(ROOT)}:{line}: '{found}' (write: {instead})")
+            if (name, found) not in ALLOWED:
+                hits.append(f"{name}:{line}: '{found}' (write: {instead})")
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
