@@ -31,26 +31,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from qkflow.attention.starts import Draw
-from qkflow.training.parallel import Team
 from torch import Tensor, nn
 
 from qkflow import hub
 from qkflow.attention import couplings, scorings
+from qkflow.attention.starts import Draw
 from qkflow.models import Decoder, preset
-from qkflow.models.generate import generate, make_decode_step
-from qkflow.training import RunConfig, TrainConfig, train
+from qkflow.models.generate import generate, one_by_one
+from qkflow.training import Listener, RunConfig, TrainConfig, train
+from qkflow.training.parallel import Team
 from qkflow.training.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE = {"n_layers": 2, "dim": 64, "n_heads": 4}
-Call = Callable[[], Any]
-Numbers = dict[str, list[float]]
+SHAPE: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "start": "fan_in"}  # where couplings show
 
 # ---------------------------------------------------------------- what knows qkflow and its tests
 
-# Random numbers depend on parameter names. A piece of a name now -> the piece it was in the first record.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {}  # part of a parameter's name now -> in the first record; names seed numbers
 DISTURBED = (".coupling.", ".scoring.", "slow.gates.")  # in the first record's names
 COUPLINGS = [*couplings.names(), "leapfrog:n=7", "leapfrog:conservative=true"]
 VARIANTS = {
@@ -75,7 +72,7 @@ def model_options(
 ) -> dict[str, Any]:
     """Fields of a model's config; `more` is vocabulary, layers, width, heads, kv_heads."""
     options = {"attention": {"coupling": coupling, "scoring": scoring}, "start": start, **more}
-    return options | ({"slow": {"ratio": 4, "n_layers": 1}} if slow else {})
+    return options | ({"slow": {"ratio": 4, "layers": 1}} if slow else {})
 
 
 def build_model(size: str, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
@@ -83,13 +80,15 @@ def build_model(size: str, dtype: torch.dtype = torch.float32, **options: Any) -
 
 
 def train_run(seed: int, steps: int, pace: float | None = None, **options: Any) -> list[float]:
-    """Validation losses of one run on generated text, every 10 steps."""
+    """Validation losses, every 10 steps, of one run on generated text from a disturbed start."""
+    listener: Any = Listener()
+    listener.begin = lambda run: disturb(run.stepper.decoder)
     model = {"preset": "tiny", **model_options(**options)}
-    data = {"corpus": "patterns:documents=120", "tokenizer": "bpe:384", "seq_len": 64}
-    how = {"steps": steps, "batch_size": 8, "lr": 3e-3, "pace": pace, "seed": seed, "device": "cpu"}
-    seen = {"eval_every": 10, "eval_tokens": 2048, "probe_every": 0}
+    data = {"corpus": "patterns:documents=120", "tokenizer": "bpe:384", "length": 64}
+    how = {"steps": steps, "batch": 8, "lr": 3e-3, "pace": pace, "seed": seed, "device": "cpu"}
+    how |= {"eval_every": 10, "eval_tokens": 2048, "probe_every": 0}
     with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), RunConfig.from_dict({"model": model, "data": data, "train": {**how, **seen}}))
+        train(Path(folder), RunConfig.from_dict({"model": model, "data": data, "train": how}), listener)
         rows = map(json.loads, (Path(folder) / "metrics.jsonl").read_text("utf-8").splitlines())
         return [row["loss"] for row in rows if row["kind"] == "eval"]
 
@@ -101,24 +100,27 @@ def logits(model: Decoder, ids: Tensor, prompt: int | None = None, long: bool = 
         return model.logits(model(ids))
     caches = model.new_caches(*ids.shape)
     first = model.logits(model(ids[:, :prompt], caches=caches)[:, -1])
-    read = make_decode_step(model, caches, len(ids), 1000 if long else 1)
+    read = one_by_one(model, caches, len(ids), 1000 if long else 1)
     return torch.stack([first, *(read(token).clone() for token in ids[:, prompt:].unbind(1))], dim=1)
 
 
-def training_step(model: Decoder, batch: int, length: int) -> Call:
+def training_step(model: Decoder, batch: int, length: int) -> Callable[[], Any]:
     """One step of the training loop: loss, gradients, clipping, AdamW."""
-    ids = random_ids(model.config.vocab_size, batch, length + 1).numpy()
+    ids = random_ids(model.config.vocabulary, batch, length + 1).numpy()
     windows: Any = SimpleNamespace(batch=lambda step: ids)
     stepper = Stepper(model.train(), TrainConfig(), windows, Team(torch.device("cpu")))
     return lambda: stepper.step(0, 1e-4, 0.0)
 
 
-def attached() -> Iterator[tuple[str, nn.Module, Call]]:
+def attached() -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
     """A name, a coupled `transformers` model of each of the tests' families, and what makes its output."""
     sys.path.insert(0, str(ROOT / "tests"))
     tests: Any = __import__("families")
     for family, coupling in product(tests.FAMILIES, ("affine", "euler")):
-        model = hub.attach(tests.tiny(family), coupling, seed=0)
+        model = tests.tiny(family)
+        for weight in (p.data for p in model.parameters() if p.dim() > 1):  # fresh ones hardly attend
+            weight *= 0.1 / weight.std()
+        hub.attach(model, coupling, seed=0)
         yield f"{family}/{coupling}", model, partial(tests.output, model, tests.token_ids())
 
 
@@ -130,13 +132,13 @@ def first_name(name: str) -> str:
 
 
 @torch.no_grad()
-def disturb(model: nn.Module) -> int:
+def disturb(model: nn.Module, amount: float = 0.1) -> int:
     """Move what may start as the identity, by numbers that depend on names alone; how many were moved."""
     names = {first_name(name): parameter for name, parameter in model.named_parameters()}
     chosen = {name: p for name, p in names.items() if any(part in name for part in DISTURBED)}
     for name, parameter in chosen.items():
         source = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        parameter.add_(0.3 * torch.randn(parameter.shape, generator=source, dtype=torch.float64))
+        parameter.add_(amount * torch.randn(parameter.shape, generator=source, dtype=torch.float64))
     return len(chosen)
 
 
@@ -150,18 +152,18 @@ def summary(values: Tensor) -> list[float]:
     return [*flat[places].tolist(), float(flat.square().mean().sqrt())]
 
 
-def record_training(numbers: Numbers) -> None:
+def record_training(numbers: dict[str, Any]) -> None:
     cases: dict[str, Any] = {"none, slow": {"slow": True}, "none, pace=4": {"pace": 4.0}, **VARIANTS}
     cases |= {f"none@{start}": {"start": start} for start in ("gpt2", "fan_in", "fan_in+symmetric=1")}
     for (name, options), seed in product(cases.items(), (0, 1)):
-        numbers[f"training/{name}/seed {seed}"] = train_run(seed, 40, **SHAPE, **options)
+        numbers[f"training/{name}/seed {seed}"] = train_run(seed, 40, **{**SHAPE, **options})
 
 
-def record_decoding(numbers: Numbers) -> None:
-    cases: dict[str, Any] = {f"{c}, grouped": {"coupling": c, "n_kv_heads": 2} for c in COUPLINGS}
+def record_decoding(numbers: dict[str, Any]) -> None:
+    cases: dict[str, Any] = {f"{c}, grouped": {"coupling": c, "kv_heads": 2} for c in COUPLINGS}
     cases |= VARIANTS | {f"{c}, slow": {"coupling": c, "slow": True} for c in ("none", "euler")}
     for (name, options), dtype in product(cases.items(), (torch.float64, torch.float32)):
-        model = build_model("small", dtype, vocab_size=211, start="fan_in", **SHAPE, **options)
+        model = build_model("small", dtype, vocabulary=211, **SHAPE, **options)
         disturb(model)
         ids = greedy(model, random_ids(211, 2, 24), 16)
         key = f"decoding/{name}/{str(dtype).removeprefix('torch.')}"
@@ -171,7 +173,7 @@ def record_decoding(numbers: Numbers) -> None:
         numbers[f"{key}/cached, long"] = summary(logits(model, ids[:1], 24, long=True))
 
 
-def record_attached(numbers: Numbers) -> None:
+def record_attached(numbers: dict[str, Any]) -> None:
     for name, model, output in attached():
         assert disturb(model), f"{name}: no parameter is named like a coupling's; see DISTURBED"
         numbers[f"attached/{name}"] = summary(output())
@@ -182,7 +184,7 @@ def record(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     keep_streams()
-    numbers: Numbers = {}
+    numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["QKFLOW_CACHE"] = cache  # so that this checkout makes and tokenises the text
         for section in (record_training, record_decoding, record_attached):
@@ -218,9 +220,9 @@ def diff(given: argparse.Namespace) -> int:
     return len(beyond) + len(missing)
 
 
-def speed_cases() -> dict[str, tuple[int, Call]]:
+def speed_cases() -> dict[str, tuple[int, Callable[[], Any]]]:
     """Tokens of one repetition, and the repetition."""
-    cases: dict[str, tuple[int, Call]] = {}
+    cases: dict[str, tuple[int, Callable[[], Any]]] = {}
     for name in ("none+softmax", "euler+softmax", "leapfrog+softmax", "affine+softmax", "none+differential"):
         cases[f"train tiny {name}"] = (8 * 128, training_step(build_model("tiny", **VARIANTS[name]), 8, 128))
     for name in ("none", "euler"):
@@ -242,8 +244,9 @@ def worker(given: argparse.Namespace) -> None:
     for line in sys.stdin:
         begin = time.perf_counter()
         cases[line.strip()][1]()
-        print(time.perf_counter() - begin, flush=True)
-        gc.collect()
+        seconds = time.perf_counter() - begin
+        gc.collect()  # before answering: after it the other worker is being timed
+        print(seconds, flush=True)
 
 
 class Worker:
@@ -270,15 +273,12 @@ def speed(given: argparse.Namespace) -> None:
     for turn, name in product(range(-2, rounds), speeds):  # the first two rounds warm up
         taken = {i: pair[i].tokens[name] / float(pair[i].ask(f"{name}\n")) for i in draw.sample((0, 1), 2)}
         speeds[name] += [[taken[0], taken[1]]] if turn >= 0 else []
-    print(f"this: {ROOT}, other: {other}; {given.threads} threads, {rounds} rounds; above 1 other is faster")
+    print(f"tokens/s of {ROOT} and {other}, {given.threads} threads, and the second over the first")
     for name, rows in speeds.items():
         ratios = [its / own for own, its in rows]
-        medians = sorted(statistics.median(draw.choices(ratios, k=rounds)) for _ in range(2000))
-        own, its = (statistics.median(column) for column in zip(*rows, strict=True))
-        ratio = f"{statistics.median(ratios):.3f} ({medians[50]:.3f} to {medians[1949]:.3f})"
-        print(f"{name:24} {own:7.0f} and {its:7.0f} tokens/s, other/this {ratio}")
-    for one in pair:
-        one.process.communicate()
+        drawn = sorted(statistics.median(draw.choices(ratios, k=rounds)) for _ in range(2000))
+        own, its, mid = map(statistics.median, [*zip(*rows, strict=True), ratios])
+        print(f"{name:28} {own:6.0f} and {its:6.0f}, {mid:.3f} ({drawn[50]:.3f} to {drawn[1949]:.3f})")
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from qkflow.console import emit_json, out, progress_bar
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.models.cost import flops_per_token
-from qkflow.models.decoding import PackedWeights
+from qkflow.models.cpu_decoder import PackedWeights
 from qkflow.studies.slow_path_variants import slow_path_variant
 
 LENGTHS = (512, 1024, 2048, 4096)  # of which attention memory is measured

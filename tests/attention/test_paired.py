@@ -1,4 +1,4 @@
-"""The blocked difference of softmaxes against the textbook."""
+"""The blocked difference of softmaxes."""
 
 import pytest
 import torch
@@ -8,15 +8,17 @@ from qkflow.attention.masks import Mask
 from qkflow.attention.scorings import paired
 
 
-@pytest.mark.parametrize(("heads", "n_kv_heads"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (4, 2), (3, 1)])
 @pytest.mark.parametrize("length", [128, 150])
-def test_equals_the_textbook_with_its_gradients(heads: int, kv_heads: int, length: int) -> None:
-    layer = Attention(24, heads, n_kv_heads=kv_heads, head_dim=8, scoring="differential_v2", seed=0).double()
+def test_forward_and_backward_match_reference(n_heads: int, n_kv_heads: int, length: int) -> None:
+    layer = Attention(
+        24, n_heads, n_kv_heads=n_kv_heads, head_dim=8, scoring="differential_v2", seed=0
+    ).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
     x = torch.randn(2, length, 24, dtype=torch.float64, requires_grad=True)
-    q, k, v = layer.project_qkv(x, None, None, None, None, None)
+    q, k, v = layer.project_qkv(x)
     assert paired.supports(q, k, v, Mask(causal=True), 0.0)
     signal = torch.randn(2, length, 24, dtype=torch.float64)
     inputs = [x, *layer.parameters()]
@@ -35,7 +37,7 @@ def test_trains_in_mixed_precision(coupling: str) -> None:
     assert all(torch.isfinite(parameter.grad).all() for parameter in layer.parameters())
 
 
-def test_sees_no_future() -> None:
+def test_is_causal() -> None:
     layer = Attention(16, 2, scoring="differential_v2", seed=0)
     x = torch.randn(1, 200, 16)
     changed = x.clone()
@@ -43,3 +45,27 @@ def test_sees_no_future() -> None:
     same = (layer(x) == layer(changed)).all(dim=-1)[0]
     assert same[:130].all()
     assert not same[130:].any()
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    shapes = ((1, 5, 4, 2), (1, 5, 1, 2), (1, 5, 1, 3), (1, 5, 2))
+    return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+
+def test_gradcheck_and_double_backward() -> None:
+    def difference(*x: torch.Tensor) -> torch.Tensor:
+        return paired.softmax_difference(*x, scale=0.5)
+
+    assert torch.autograd.gradcheck(difference, inputs())
+    assert torch.autograd.gradgradcheck(difference, inputs())
+
+
+def test_transforms_use_regular_operations() -> None:
+    layer = Attention(16, 2, scoring="differential_v2", seed=0).double()
+    x = torch.randn(2, 130, 16, dtype=torch.float64)
+    per_example = torch.func.vmap(lambda one: layer(one[None])[0])(x)
+    torch.testing.assert_close(per_example, layer(x))
+    _, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    step = 1e-6
+    slope = (layer(x + step) - layer(x - step)) / (2 * step)
+    torch.testing.assert_close(tangent, slope, rtol=1e-4, atol=1e-6)

@@ -1,29 +1,28 @@
-"""Rotary positions, masks, the cache, and merging, each on its own."""
+"""Rotary embedding, masks, cache, merging, and preparation for inference."""
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 
+from input_errors import raises_code
+from parts import scatter
 from qkflow.attention import Attention, RotaryEmbedding, merge
 from qkflow.attention.masks import build_mask, document_positions
-from qkflow.attention.rope import apply_rope, apply_rope_reference
-from qkflow.errors import InputError
+from qkflow.attention.rope import apply_rope
 from qkflow.models import Decoder, preset
 
 
-def test_fast_rotation_equals_the_reference_with_gradients() -> None:
-    rotation = RotaryEmbedding().rotation(torch.arange(9), 8, torch.float64)
-    x = torch.randn(2, 9, 3, 8, dtype=torch.float64, requires_grad=True)
-    signal = torch.randn_like(x)
-    fast, slow = apply_rope(x, rotation), apply_rope_reference(x, rotation)
-    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-15)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(y, x, signal)[0] for y in (fast, slow)), rtol=0, atol=1e-15
-    )
-    assert torch.autograd.gradcheck(lambda y: apply_rope(y, rotation), x, fast_mode=True)
+def test_rope_is_a_rotation_of_pairs() -> None:
+    x = torch.randn(1, 5, 2, 8, dtype=torch.float64)
+    rope = RotaryEmbedding()
+    rotated = apply_rope(x, rope.rotation(torch.arange(5), 8, torch.float64))
+    angles = torch.arange(5, dtype=torch.float64)[:, None] * rope.frequencies(8)
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    torch.testing.assert_close(rotated, torch.cat((pairs.real, pairs.imag), -1), rtol=0, atol=1e-14)
 
 
 def test_rotated_products_depend_on_distance_alone() -> None:
@@ -95,16 +94,16 @@ def test_plain_causal_attention_needs_no_matrix() -> None:
     assert build_mask(1, 8, causal=True).allowed is None
 
 
-def test_cache_overflow_is_one_sentence() -> None:
+def test_cache_overflow() -> None:
     layer = Attention(16, 2)
     cache = layer.new_cache(1, 4)
     layer(torch.randn(1, 3, 16), cache=cache)
-    with pytest.raises(InputError, match="room for 4 tokens, 3 are in it and 2 more do not fit"):
+    with raises_code("cache-full"):
         layer(torch.randn(1, 2, 16), cache=cache)
     assert cache.length == 3
 
 
-def test_cache_can_be_reordered_and_rewound() -> None:
+def test_cache_reorder_and_crop() -> None:
     layer = Attention(16, 2, dtype=torch.float64).eval()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     cache = layer.new_cache(2, 5)
@@ -115,7 +114,7 @@ def test_cache_can_be_reordered_and_rewound() -> None:
     torch.testing.assert_close(layer(x[:, 4:].flip(0), cache=cache).flip(0), last, rtol=0, atol=1e-12)
 
 
-def test_a_model_trained_with_drift_exports_as_a_plain_one() -> None:
+def test_merged_drift_loads_into_standard_model() -> None:
     config = preset("tiny", vocab_size=32, n_layers=2, n_kv_heads=2, attention={"coupling": "drift"})
     model = Decoder(config, seed=0, dtype=torch.float64)
     ids = torch.randint(32, (2, 9))
@@ -126,7 +125,7 @@ def test_a_model_trained_with_drift_exports_as_a_plain_one() -> None:
     torch.testing.assert_close(plain(ids), before, rtol=0, atol=1e-12)
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_only_in_training() -> None:
     layer = Attention(16, 2, dropout=0.5)
     x = torch.randn(1, 6, 16)
     assert not torch.equal(layer(x), layer(x))
@@ -134,9 +133,60 @@ def test_dropout_acts_in_training_alone() -> None:
     assert torch.equal(layer(x), layer(x))
 
 
-def test_cross_attention_reads_the_context() -> None:
+def test_cross_attention() -> None:
     layer = Attention(16, 2, causal=False, rope=False, dtype=torch.float64)
     x, context = torch.randn(2, 3, 16, dtype=torch.float64), torch.randn(2, 7, 16, dtype=torch.float64)
     out, weights = layer.reference(x, context=context)
     assert weights.shape == (2, 2, 3, 7)
     torch.testing.assert_close(layer(x, context=context), out, rtol=0, atol=1e-12)
+
+
+def test_returning_document_id_is_a_new_document() -> None:
+    layer = Attention(16, 2, dtype=torch.float64)
+    x = torch.randn(1, 6, 16, dtype=torch.float64)
+    returning = layer(x, document_ids=torch.tensor([[0, 0, 1, 1, 0, 0]]))
+    torch.testing.assert_close(returning, layer(x, document_ids=torch.tensor([[0, 0, 1, 1, 2, 2]])))
+
+
+@pytest.mark.parametrize("coupling", ["none", "drift", "euler", "leapfrog:n=3", "affine", "uncoupled"])
+def test_prepare_for_inference_is_explicit_and_undone_by_train(coupling: str) -> None:
+    layer = Attention(16, 4, n_kv_heads=2, coupling=coupling, dtype=torch.float64).eval()
+    scatter(layer, 0.2)
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        regular = layer(x)
+        assert not layer.is_prepared
+        assert layer.prepare_for_inference().is_prepared
+        torch.testing.assert_close(layer(x), regular, rtol=0, atol=1e-12)
+        scatter(layer, 0.2)
+        prepared = layer.prepare_for_inference()(x)  # from the new weights
+        assert not torch.allclose(prepared, regular)
+        layer.train().eval()
+        assert not layer.is_prepared
+        torch.testing.assert_close(layer(x), prepared, rtol=0, atol=1e-12)
+    layer.prepare_for_inference()
+    layer(x).sum().backward()  # with gradients the regular forward runs
+    assert all(p.grad is not None for p in layer.qk.parameters())
+
+
+def test_loading_and_moving_release_the_prepared_projection() -> None:
+    layer = Attention(16, 2, coupling="euler").eval()
+    for act in (
+        lambda: layer.load_state_dict(layer.state_dict()),
+        layer.double,
+        lambda: copy.deepcopy(layer),
+    ):
+        layer.prepare_for_inference()
+        result = act()
+        assert not (result if isinstance(result, Attention) else layer).is_prepared
+
+
+def test_layers_with_hooks_or_adapters_are_not_prepared() -> None:
+    layer = Attention(16, 2, coupling="drift").eval()
+    layer.qk.q.register_forward_hook(lambda module, args, out: 2 * out)
+    assert not layer.prepare_for_inference().is_prepared
+
+
+def test_nonlinear_couplings_do_not_merge() -> None:
+    with raises_code("merge-not-linear"):
+        Attention(16, 2, coupling="euler").merge()

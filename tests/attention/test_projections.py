@@ -1,14 +1,14 @@
-"""The four parameterisations, the starts, and the roles of their parameters."""
+"""Projection circuits, inits, and parameter roles."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from input_errors import raises_code
 from qkflow.attention import Attention, initialize
 from qkflow.attention.init import InitScheme
 from qkflow.attention.projections import CIRCUITS
-from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
 from qkflow.roles import ROLES, parameter_roles
 
@@ -18,22 +18,22 @@ def collapsed(circuit: str, **options: object) -> Attention:
 
 
 @pytest.mark.parametrize("circuit", CIRCUITS)
-def test_each_parameterisation_equals_its_reference(circuit: str) -> None:
+def test_circuits_match_reference(circuit: str) -> None:
     layer = Attention(12, 3, circuit=circuit, rope=False, dtype=torch.float64, init="fan_in")
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     assert (layer(x) - layer.reference(x)[0]).abs().max().item() <= 1e-12
 
 
-def test_collapsing_the_factors_keeps_the_outputs() -> None:
+def test_collapsed_circuits_match_factorized() -> None:
     """W_QK = W_Qᵀ·W_K and W_OV = (W_O·W_V)ᵀ give the same layer in all four forms."""
-    factorised = collapsed("FAFO", start="fan_in")
+    factorized = collapsed("FAFO", init="fan_in")
     q, k, v, o = (
-        layer.weight for layer in (factorised.qk.q, factorised.qk.k, factorised.ov.v, factorised.ov.o)
+        layer.weight for layer in (factorized.qk.q, factorized.qk.k, factorized.ov.v, factorized.ov.o)
     )
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     for circuit in ("FACO", "CAFO", "CACO"):
         other = collapsed(circuit)
-        state = dict(factorised.state_dict())
+        state = dict(factorized.state_dict())
         if circuit.startswith("CA"):
             state = {key: value for key, value in state.items() if not key.startswith("qk")}
             state["qk.weight"] = (q.T @ k)[None]
@@ -41,14 +41,14 @@ def test_collapsing_the_factors_keeps_the_outputs() -> None:
             state = {key: value for key, value in state.items() if not key.startswith("ov")}
             state["ov.weight"] = (o @ v).T[None]
         other.load_state_dict(state)
-        torch.testing.assert_close(other(x), factorised(x), rtol=0, atol=1e-12)
+        torch.testing.assert_close(other(x), factorized(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("circuit", CIRCUITS)
 @pytest.mark.parametrize("scoring", ["softmax", "differential"])
 def test_every_parameter_has_a_role(circuit: str, scoring: str) -> None:
     if circuit != "FAFO" and scoring != "softmax":
-        with pytest.raises(InputError, match="softmax scoring"):
+        with raises_code("collapsed-circuit-scoring"):
             Attention(12, 2, circuit=circuit, rope=False, scoring=scoring)
         return
     layer = Attention(12, 2, circuit=circuit, rope=False, scoring=scoring, coupling="euler")
@@ -59,28 +59,28 @@ def test_every_parameter_has_a_role(circuit: str, scoring: str) -> None:
     assert ("q" in roles.values()) == circuit.startswith("FA")
 
 
-def test_a_parameter_without_a_role_is_named() -> None:
+def test_missing_role_is_an_error() -> None:
     model = Decoder(preset("tiny", vocab_size=8, n_layers=1), seed=0)
     model.extra = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(InputError, match="no role is declared for extra"):
+    with raises_code("no-role"):
         parameter_roles(model)
 
 
-def test_roles_survive_a_deep_copy() -> None:
+def test_roles_survive_deepcopy() -> None:
     import copy
 
     model = Decoder(preset("tiny", vocab_size=8, n_layers=1, attention={"coupling": "euler"}), seed=0)
     assert parameter_roles(copy.deepcopy(model)) == parameter_roles(model)
 
 
-def test_gpt2_start_has_its_spread() -> None:
+def test_gpt2_init_std() -> None:
     layer = Attention(256, 4, init="gpt2", n_layers=8, seed=0)
     assert layer.qk.q.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert layer.ov.v.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert layer.ov.o.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
 
 
-def test_fan_in_start_has_its_spread() -> None:
+def test_fan_in_init_std() -> None:
     layer = Attention(256, 4, init="fan_in", seed=0)
     for linear in (layer.qk.q, layer.qk.k, layer.ov.v, layer.ov.o):
         assert linear.weight.std().item() == pytest.approx(0.7 / 16, rel=0.02)
@@ -88,45 +88,45 @@ def test_fan_in_start_has_its_spread() -> None:
 
 @pytest.mark.parametrize("base", ["gpt2", "fan_in"])
 @pytest.mark.parametrize("n_kv_heads", [4, 2])
-def test_symmetric_start_adds_the_key_to_the_query(base: str, kv_heads: int) -> None:
-    plain = Attention(32, 4, n_kv_heads=kv_heads, init=base, seed=3)
-    symmetric = Attention(32, 4, n_kv_heads=kv_heads, init=f"{base}+symmetric=2", seed=3)
-    keys = plain.qk.k.weight.view(kv_heads, 8, 32).repeat_interleave(4 // kv_heads, dim=0).reshape(32, 32)
+def test_symmetric_init_adds_key_to_query(base: str, n_kv_heads: int) -> None:
+    plain = Attention(32, 4, n_kv_heads=n_kv_heads, init=base, seed=3)
+    symmetric = Attention(32, 4, n_kv_heads=n_kv_heads, init=f"{base}+symmetric=2", seed=3)
+    keys = plain.qk.k.weight.view(n_kv_heads, 8, 32).repeat_interleave(4 // n_kv_heads, dim=0).reshape(32, 32)
     torch.testing.assert_close(symmetric.qk.q.weight, plain.qk.q.weight + 2 * keys)
     for name in ("qk.k.weight", "ov.v.weight", "ov.o.weight"):
         assert torch.equal(symmetric.get_parameter(name), plain.get_parameter(name))
 
 
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
-def test_mimetic_start_resembles_identities(kv_heads: int) -> None:
+def test_mimetic_init_is_near_identity(n_kv_heads: int) -> None:
     """Trockman & Kolter: W_Qᵀ·W_K near a positive multiple of I, W_O·W_V near a negative one."""
     width = 64
     layer = Attention(
-        width, 2, n_kv_heads=kv_heads, head_dim=width, init="mimetic", seed=0, dtype=torch.float64
+        width, 2, n_kv_heads=n_kv_heads, head_dim=width, init="mimetic", seed=0, dtype=torch.float64
     )
     queries = layer.qk.q.weight.view(2, width, width)
-    keys = layer.qk.k.weight.view(kv_heads, width, width).repeat_interleave(2 // kv_heads, dim=0)
+    keys = layer.qk.k.weight.view(n_kv_heads, width, width).repeat_interleave(2 // n_kv_heads, dim=0)
     for q, k in zip(queries, keys, strict=True):
         product = q.T @ k
         assert product.diagonal().mean().item() == pytest.approx(0.7, abs=0.1)
         off = product - product.diagonal().diag()
         assert off.std().item() == pytest.approx(0.7 / width**0.5, rel=0.1)
-    values = layer.ov.v.weight.view(kv_heads, width, width).repeat_interleave(2 // kv_heads, dim=0)
+    values = layer.ov.v.weight.view(n_kv_heads, width, width).repeat_interleave(2 // n_kv_heads, dim=0)
     outputs = layer.ov.o.weight.view(width, 2, width)
     written = sum(outputs[:, h] @ values[h] for h in range(2))
     assert written.diagonal().mean().item() == pytest.approx(-0.4, abs=0.1)
 
 
-def test_scaled_identity_start() -> None:
-    layer = collapsed("FAFO", start="scaled_identity")
+def test_scaled_identity_init() -> None:
+    layer = collapsed("FAFO", init="scaled_identity")
     for weight in (layer.qk.q.weight, layer.qk.k.weight, layer.ov.v.weight, layer.ov.o.weight):
         torch.testing.assert_close(weight, 1e-6 * torch.eye(12, dtype=torch.float64), rtol=0, atol=0)
-    weight = collapsed("CACO", start="scaled_identity", seed=0).qk.weight
+    weight = collapsed("CACO", init="scaled_identity", seed=0).qk.weight
     assert weight.abs().max().item() <= 12**-0.5
     assert weight.std().item() == pytest.approx((12 * 3) ** -0.5, rel=0.15)
 
 
-def test_variants_share_the_start_of_what_they_have_in_common() -> None:
+def test_variants_share_init_of_common_parameters() -> None:
     """The ground of paired comparisons: other couplings, scorings or options move no other parameter."""
     plain = Decoder(preset("tiny", vocab_size=64), seed=5)
     for attention in ({"coupling": "euler"}, {"coupling": "affine:n=2"}, {"qk_norm": True}):
@@ -137,12 +137,12 @@ def test_variants_share_the_start_of_what_they_have_in_common() -> None:
     assert not torch.equal(plain.embedding.weight, different.embedding.weight)
 
 
-def test_a_start_does_not_depend_on_the_dtype() -> None:
+def test_init_does_not_depend_on_dtype() -> None:
     rough, exact = (Attention(16, 2, seed=0, dtype=dtype) for dtype in (torch.float32, torch.float64))
     torch.testing.assert_close(rough.qk.q.weight.double(), exact.qk.q.weight, rtol=1e-6, atol=0)
 
 
-def test_without_a_seed_the_global_generator_decides() -> None:
+def test_default_seed_uses_global_generator() -> None:
     torch.manual_seed(1)
     first, second = Attention(8, 2), Attention(8, 2)
     assert not torch.equal(first.qk.q.weight, second.qk.q.weight)
@@ -150,7 +150,7 @@ def test_without_a_seed_the_global_generator_decides() -> None:
     assert torch.equal(Attention(8, 2).qk.q.weight, first.qk.q.weight)
 
 
-def test_a_model_can_be_restarted() -> None:
+def test_initialize_resets_parameters() -> None:
     model = Decoder(preset("tiny", vocab_size=8, n_layers=2), seed=0)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     initialize(model, "fan_in", seed=0, n_layers=2)
@@ -161,7 +161,7 @@ def test_a_model_can_be_restarted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "start"),
+    ("text", "scheme"),
     [
         ("gpt2", InitScheme("gpt2")),
         ("fan_in", InitScheme("fan_in")),
@@ -174,6 +174,6 @@ def test_a_model_can_be_restarted() -> None:
         ("scaled_identity=0.1", InitScheme("gpt2", "scaled_identity", 0.1)),
     ],
 )
-def test_starts_are_read_and_written(text: str, start: InitScheme) -> None:
-    assert InitScheme.parse(text) == start
-    assert InitScheme.parse(str(start)) == start
+def test_init_scheme_parse_round_trip(text: str, scheme: InitScheme) -> None:
+    assert InitScheme.parse(text) == scheme
+    assert InitScheme.parse(str(scheme)) == scheme

@@ -15,7 +15,7 @@ from qkflow.bench.memory import peak_memory_bytes
 from qkflow.bench.timing import disable_malloc_trim, summarize_ratios
 from qkflow.bench.variants import BenchShape, BenchVariant, all_variants, build_module, verify_all
 from qkflow.errors import InputError
-from qkflow.models.flops import count_flops
+from qkflow.models.cost import count_flops
 
 SMALL = BenchShape(dim=32, n_heads=4, seq_len=16, batch_size=1)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qkflow.attention import couplings, scorings
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import HeadShapes
 
 OPTIONS = (
     "steps=3",

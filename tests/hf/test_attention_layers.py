@@ -10,7 +10,7 @@ from torch import nn
 from families import FUSED, SMALL, tiny, token_ids
 from input_errors import raises_code
 from qkflow import hf
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import HeadShapes
 from qkflow.hf.attention_layers import find_attention_layers, fold_drift, linear_weight
 from qkflow.hf.qkv_layout import QKVLayout
 

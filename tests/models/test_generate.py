@@ -4,7 +4,7 @@ import torch
 from qkflow.attention import couplings, scorings
 from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
-from qkflow.models.decoding import CPUDecoder
+from qkflow.models.cpu_decoder import CPUDecoder
 from qkflow.models.generate import MIN_TOKENS_TO_PREPARE, Sampler, generate
 
 LONG = MIN_TOKENS_TO_PREPARE + 8  # enough for the layout made for single tokens
@@ -146,7 +146,7 @@ def test_frequencies_follow_the_probabilities():
         ({"temperature": -1}, "temperature"),
         ({"top_k": 0}, "top-k"),
         ({"top_p": 0.0}, "top-p"),
-        ({"max_new": 0}, "at least 1"),
+        ({"max_new_tokens": 0}, "at least 1"),
         ({"ids": torch.tensor([[99]])}, "outside the model's vocabulary"),
         ({"ids": torch.tensor([1])}, "shape"),
         ({"ids": torch.tensor([[1, 2]]), "padding": torch.tensor([[True, False]])}, "on the left"),
@@ -154,4 +154,4 @@ def test_frequencies_follow_the_probabilities():
 )
 def test_bad_input(options, words):
     with pytest.raises(InputError, match=words):
-        generate(small_model(), **{"ids": prompt(), "max_new": 3, **options})
+        generate(small_model(), **{"ids": prompt(), "max_new_tokens": 3, **options})

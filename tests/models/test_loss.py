@@ -25,7 +25,7 @@ def test_equals_the_textbook_form_in_float64(chunk, reduction, ignored):
     hidden, weight, targets = problem()
     targets[:ignored] = -100
     ours = value_and_gradients(
-        linear_cross_entropy, hidden, weight, targets, reduction=reduction, chunk=chunk
+        linear_cross_entropy, hidden, weight, targets, reduction=reduction, chunk_size=chunk
     )
     textbook = value_and_gradients(
         linear_cross_entropy_reference, hidden, weight, targets, reduction=reduction
@@ -38,7 +38,7 @@ def test_extreme_logits_neither_overflow_nor_vanish():
     hidden, weight, targets = problem()
     hidden = (hidden * 1000).detach().requires_grad_()
     for mine, theirs in zip(
-        value_and_gradients(linear_cross_entropy, hidden, weight, targets, chunk=5),
+        value_and_gradients(linear_cross_entropy, hidden, weight, targets, chunk_size=5),
         value_and_gradients(linear_cross_entropy_reference, hidden, weight, targets),
         strict=True,
     ):
@@ -69,7 +69,7 @@ def test_bf16_autocast_stays_close_to_exact():
     hidden, weight, targets = problem(torch.float32, tokens=200, width=32, vocab_size=50)
     exact = value_and_gradients(linear_cross_entropy_reference, hidden, weight, targets)
     with torch.autocast("cpu", torch.bfloat16):
-        close = value_and_gradients(linear_cross_entropy, hidden, weight, targets, chunk=64)
+        close = value_and_gradients(linear_cross_entropy, hidden, weight, targets, chunk_size=64)
     assert close[0].dtype == torch.float32
     for mine, theirs in zip(close, exact, strict=True):
         assert (mine - theirs).norm() <= 0.02 * theirs.norm()

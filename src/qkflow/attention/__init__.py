@@ -1,4 +1,4 @@
-"""Attention in five parts: project → couple → rotate → score → write."""
+"""Attention in five parts: project → couple → rotate → score → output."""
 
 from qkflow.attention.attention import Attention, merge
 from qkflow.attention.init import InitScheme, initialize

@@ -1,39 +1,50 @@
-"""Attention: project → couple → rotate → score → write."""
+"""Attention: project → couple → rotate → score → output."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from qkflow.attention import couplings, scorings
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.couplings.base import PreparedQK
 from qkflow.attention.init import InitScheme, ParamSampler, initialize
 from qkflow.attention.kv_cache import KVCache
 from qkflow.attention.masks import Mask, build_mask, document_positions
-from qkflow.attention.projections import FactorizedQK, build_circuits, circuit_head_shapes
+from qkflow.attention.projections import (
+    FactorizedOV,
+    FactorizedQK,
+    HeadShapes,
+    build_circuits,
+    check_not_offloaded,
+    circuit_head_shapes,
+    is_autocast_enabled,
+    is_plain_linear,
+)
 from qkflow.attention.registry import Spec
 from qkflow.attention.rope import RotaryEmbedding, Rotation, apply_rope, check_head_dim
 from qkflow.errors import InputError
 
 
 class Attention(nn.Module):
-    """Self-attention whose query and key may evolve together before they are scored.
+    """Self-attention whose query and key may evolve together before scoring.
 
-        attention = Attention(512, heads=8, coupling="leapfrog:n=7")
+        attention = Attention(512, n_heads=8, coupling="leapfrog:n=7")
         y = attention(x)                                    # (B, T, 512) -> (B, T, 512)
 
-    width           size of the residual stream
-    heads, kv_heads query heads, and key/value heads shared by groups of them (GQA; 1 = MQA)
-    head_size       default width / heads
-    coupling        e.g. "none", "drift", "euler", "leapfrog:n=7:conservative=true", "affine"
-    scoring         "softmax", "differential" or "differential_v2"
-    circuit         "FAFO", or with a collapsed QK and/or OV: "CAFO", "FACO", "CACO"
-    rope            True, False, or the fields of `Rotary` (base, scaling, …)
-    causal, window  who sees whom; a query sees at most the `window` nearest tokens
-    start, seed     how parameters start (see `starts`)
-    layer, layers   this layer's number from 0 and how many there are, for starts that depend on depth
+    dim                  size of the residual stream
+    n_heads, n_kv_heads  query heads, and key/value heads shared by groups of them (GQA; 1 = MQA)
+    head_dim             default dim / n_heads
+    coupling             e.g. "none", "drift", "euler", "leapfrog:n=7:conservative=true", "affine"
+    scoring              "softmax", "differential" or "differential_v2"
+    circuit              "FAFO", or with a collapsed QK and/or OV circuit: "CAFO", "FACO", "CACO"
+    rope                 True, False, or the fields of `RotaryEmbedding` (base, scaling, …)
+    causal, window       attention mask; with a window, a query attends to the `window` nearest tokens
+    init, seed           parameter init (see `qkflow.attention.init`)
+    layer_idx, n_layers  index of this layer from 0, and number of layers, for inits that depend on depth
     """
 
     roles: ClassVar[dict[str, str]] = {
@@ -67,7 +78,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         _check_shape(dim, n_heads, n_kv_heads, head_dim, window, dropout)
         head_dim = dim // n_heads if head_dim is None else head_dim
@@ -83,12 +94,13 @@ class Attention(nn.Module):
         scoring_spec = scorings.check(scoring)
         standard = scorings.get(scoring_spec.name).head_shapes(n_heads, n_kv_heads, head_dim)
         self.head_shapes: HeadShapes = circuit_head_shapes(circuit, dim, standard)
-        self.qk, self.ov = build_circuits(circuit, dim, self.head_shapes, bias, **where)
-        self.coupling = couplings.build(self.coupling_spec, self.head_shapes, where)
-        self.scoring = scorings.build(scoring_spec, self.head_shapes, dim, layer_idx, where)
-        size = self.head_shapes.head_dim
-        self.q_norm = nn.RMSNorm(size, eps=1e-6, **where) if qk_norm else None
-        self.k_norm = nn.RMSNorm(size, eps=1e-6, **where) if qk_norm else None
+        self.qk, self.ov = build_circuits(circuit, dim, self.head_shapes, bias, **factory_kwargs)
+        self.coupling = couplings.build(self.coupling_spec, self.head_shapes, factory_kwargs)
+        self.scoring = scorings.build(scoring_spec, self.head_shapes, dim, layer_idx, factory_kwargs)
+        norm_dim = self.head_shapes.head_dim
+        self.q_norm = nn.RMSNorm(norm_dim, eps=1e-6, **factory_kwargs) if qk_norm else None
+        self.k_norm = nn.RMSNorm(norm_dim, eps=1e-6, **factory_kwargs) if qk_norm else None
+        self._prepared: PreparedQK | None = None
         initialize(self, init, seed=seed, n_layers=n_layers)
 
     def forward(
@@ -103,22 +115,25 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
         mask: Mask | None = None,
     ) -> Tensor:
-        """(B, T, width) -> (B, T, width).
+        """Return (B, T, dim) for x (B, T, dim).
 
-        positions  (T,) or (B, T); implied: 0, 1, …, going on from the cache, restarting with each document
-        padding    (B, S), True at real tokens; documents (B, S), each token's document number (packed
-                   sequences); both cover the tokens in the cache as well
-        context    where keys and values come from, for cross-attention (uncoupled, without rope)
-        rotation, mask   made once by `rotation_for` and `mask_for` and shared by all layers of a model
+        positions       (T,) or (B, T); default 0, 1, …, after the cached tokens, restarting per document
+        attention_mask  (B, S), True at real tokens and False at padding, as in `transformers`
+        document_ids    (B, S), the document of each token in packed sequences; like the mask, it covers the
+                        cached tokens too
+        context         source of keys and values for cross-attention (no coupling, no rope)
+        rotation, mask  from `make_rotation` and `make_mask`, shared by all layers of a model
         """
-        q, k, v = self.project_qkv(x, context, positions, document_ids, cache, rotation)
+        q, k, v = self.project_qkv(
+            x, context=context, positions=positions, document_ids=document_ids, cache=cache, rotation=rotation
+        )
         if cache is not None:
             k, v = cache.append(k, v)
         if mask is None:
             mask = self.make_mask(x.shape[1], k.shape[1], attention_mask, document_ids, x.device, x.shape[0])
         dropout = self.dropout if self.training else 0.0
-        gathered = self.scoring(q, k, v, mask=mask, scale=self.scale, dropout=dropout, x=x)
-        return self.ov.project_output(gathered)
+        out = self.scoring(q, k, v, mask=mask, scale=self.scale, dropout=dropout, x=x)
+        return self.ov.project_output(out)
 
     def reference(
         self,
@@ -129,41 +144,96 @@ class Attention(nn.Module):
         attention_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The textbook form of the whole layer: its output and its weights (B, heads, T, S)."""
-        q, k, v = self.project_qkv(x, context, positions, document_ids, None, None, use_reference=True)
+        """Return the output (B, T, dim) and the attention weights (B, heads, T, S) in the textbook form."""
+        q, k, v = self.project_qkv(
+            x, context=context, positions=positions, document_ids=document_ids, use_reference=True
+        )
         mask = self.make_mask(x.shape[1], k.shape[1], attention_mask, document_ids, x.device, x.shape[0])
-        gathered, weights = self.scoring.reference(q, k, v, mask=mask, scale=self.scale, x=x)
-        return self.ov.project_output(gathered), weights
+        out, weights = self.scoring.reference(q, k, v, mask=mask, scale=self.scale, x=x)
+        return self.ov.project_output(out), weights
 
     def project_qkv(
         self,
         x: Tensor,
-        context: Tensor | None,
-        positions: Tensor | None,
-        document_ids: Tensor | None,
-        cache: KVCache | None,
-        rotation: Rotation | None,
+        *,
+        context: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        rotation: Rotation | None = None,
         use_reference: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project, couple, normalise, rotate."""
+        """Return q, k and v ready for scoring: projected, coupled, normalized, rotated."""
         self._check_input(x, context)
-        source = x if context is None else context
-        if use_reference:
-            q, k = self.coupling.reference(*self.qk(x, source))
-        elif context is None and isinstance(self.qk, FactorizedQK):
-            in_midst = cache is not None and cache.length > 0
-            q, k = self.coupling.from_input(x, self.qk, in_midst=in_midst)
-        else:
-            q, k = self.coupling(*self.qk(x, source))
+        q, k, v = self.project_and_couple(x, context, use_reference)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if rotation is None:
-                past = 0 if cache is None else cache.length
-                rotation = self.make_rotation(x, positions, document_ids, past)
+                past_length = 0 if cache is None else cache.length
+                rotation = self.make_rotation(x, positions, document_ids, past_length)
             assert rotation is not None
             q, k = apply_rope(q, rotation), apply_rope(k, rotation)
+        return q, k, v
+
+    def project_and_couple(
+        self, x: Tensor, context: Tensor | None = None, use_reference: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return coupled q, k and v, before norm and rope."""
+        source = x if context is None else context
+        regular = use_reference or context is not None or torch.is_grad_enabled() or is_autocast_enabled(x)
+        if self._prepared is not None and not regular:
+            q, k, v = self._prepared(x)
+            return q, k, v.unflatten(-1, (self.head_shapes.n_v, self.head_shapes.v_head_dim))
+        check_not_offloaded(next(self.coupling.parameters(), x), x, "Block")
+        couple = self.coupling.reference if use_reference else self.coupling
+        q, k = couple(*self.qk(x, source))
         return q, k, self.ov.project_values(source)
+
+    def prepare_for_inference(self) -> Self:
+        """Fuse the projections and the coupling's linear parts into one matmul, from the current weights.
+
+        Undone by `.train()`, by loading weights and by moving the module. Weights that are changed in any
+        other way afterwards are not noticed: call this again. Layers with collapsed circuits, adapters, hooks
+        or a coupling in another dtype keep the regular forward.
+        """
+        self.release_prepared()
+        qk, ov = self.qk, self.ov
+        if not (isinstance(qk, FactorizedQK) and isinstance(ov, FactorizedOV)):
+            return self
+        dtype = qk.q.weight.dtype
+        plain = qk.is_plain and is_plain_linear(ov.v)
+        if not plain or any(
+            p.dtype != dtype or p.is_meta for p in (*self.coupling.parameters(), qk.q.weight)
+        ):
+            return self
+        prepared = self.coupling.prepare_for_inference(qk)
+        self._prepared = None if prepared is None else prepared.with_values(ov.v)
+        return self
+
+    def release_prepared(self) -> None:
+        """Drop what `prepare_for_inference` built."""
+        self._prepared = None
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.release_prepared()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.release_prepared()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.release_prepared()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}  # built from these very parameters: copies go without
 
     def make_rotation(
         self,
@@ -172,7 +242,7 @@ class Attention(nn.Module):
         document_ids: Tensor | None = None,
         past_length: int = 0,
     ) -> Rotation | None:
-        """The rotation of (B, T, …) tokens after `past` cached ones; None without rope."""
+        """Return the rotation of tokens (B, T, …) after `past_length` cached ones; None without rope."""
         if self.rope is None:
             return None
         length = x.shape[1]
@@ -182,11 +252,14 @@ class Attention(nn.Module):
             else:
                 positions = torch.arange(past_length, past_length + length, device=x.device)
         elif positions.shape[-1] != length:
-            raise InputError(f"positions covers {positions.shape[-1]} tokens, but x has {length}")
+            raise InputError(
+                f"positions has {positions.shape[-1]} tokens, but x has {length}", code="positions-length"
+            )
         elif positions.dim() > 2 or (positions.dim() == 2 and positions.shape[0] not in (1, x.shape[0])):
             raise InputError(
-                f"positions are (tokens) or (batch, tokens), here for {x.shape[0]} sequences, not "
-                f"{tuple(positions.shape)}"
+                f"positions must have the shape (tokens) or ({x.shape[0]}, tokens), not "
+                f"{tuple(positions.shape)}",
+                code="positions-shape",
             )
         return self.rope.rotation(positions, self.head_shapes.head_dim, x.dtype)
 
@@ -199,6 +272,7 @@ class Attention(nn.Module):
         device: torch.device | None = None,
         batch_size: int | None = None,
     ) -> Mask:
+        """Return the mask of the last `n_queries` of `n_keys` tokens."""
         return build_mask(
             n_queries,
             n_keys,
@@ -211,44 +285,40 @@ class Attention(nn.Module):
         )
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """An empty cache for this layer, on its device and in its precision."""
+        """Return an empty cache for this layer, on its device and in its dtype."""
         if not self.causal:
-            raise InputError("only causal attention can be decoded step by step: this layer is bidirectional")
-        like = next(self.parameters())
-        heads = self.head_shapes
-        return KVCache(
-            batch_size,
-            capacity,
-            heads.n_k,
-            heads.head_dim,
-            heads.n_v,
-            heads.v_head_dim,
-            like.device,
-            like.dtype,
-        )
-
-    def merge(self) -> Attention:
-        """Fold the linear part of the coupling into the projections, in place; outputs stay the same.
-
-        A `drift` vanishes altogether and leaves plain standard attention.
-        """
-        if not isinstance(self.qk, FactorizedQK):
-            raise InputError("a collapsed query-key circuit has no key projection to fold a drift into")
-        folds = type(self.coupling).take_linear_drift is not couplings.Coupling.take_linear_drift
-        if folds and not self.qk.is_plain:
             raise InputError(
-                "something stands in the place of the query or key projection (an adapter, a hook), so no "
-                "drift can be folded into its weights: merge or remove that first"
+                "a bidirectional layer cannot decode incrementally: use causal=True", code="cache-not-causal"
             )
-        amount = self.coupling.take_linear_drift()
-        if amount is None:
+        like, shapes = next(self.parameters()), self.head_shapes
+        sizes = (shapes.n_k, shapes.head_dim, shapes.n_v, shapes.v_head_dim)
+        return KVCache(batch_size, capacity, *sizes, like.device, like.dtype)
+
+    def merge(self) -> Self:
+        """Fold a linear coupling into the query projection, in place: plain attention with equal outputs."""
+        if self.coupling.is_identity() and self.coupling_spec.name == "none":
             return self
-        self.qk.fold_drift(amount)
-        if self.coupling_spec.name == "drift":
-            self.coupling_spec = Spec("none")
-            self.coupling = couplings.build(self.coupling_spec, self.head_shapes)
-        else:
-            self.coupling_spec = Spec(self.coupling_spec.name, {**self.coupling_spec.options, "folded": True})
+        drift = self.coupling.linear_drift()
+        if drift is None:
+            raise InputError(
+                f"cannot merge: coupling '{self.coupling_spec}' is not linear; only a linear drift folds "
+                "into the query projection",
+                code="merge-not-linear",
+            )
+        if not isinstance(self.qk, FactorizedQK):
+            raise InputError(
+                "cannot merge: a collapsed circuit has no key projection", code="merge-collapsed-circuit"
+            )
+        if not self.qk.is_plain:
+            raise InputError(
+                "cannot merge: the query or key projection has an adapter or a hook; merge or remove it "
+                "first",
+                code="merge-projection-not-plain",
+            )
+        self.qk.fold_drift(drift)
+        self.coupling_spec = Spec("none")
+        self.coupling = couplings.build(self.coupling_spec, self.head_shapes)
+        self.release_prepared()
         return self
 
     def init_parameters(self, sampler: ParamSampler) -> None:
@@ -260,72 +330,105 @@ class Attention(nn.Module):
         for name, given in (("x", x), ("context", context)):
             if given is not None and (given.dim() != 3 or given.shape[-1] != self.dim):
                 raise InputError(
-                    f"attention takes {name} of shape (batch, tokens, {self.dim}), not {tuple(given.shape)}"
+                    f"{name} must have the shape (batch, tokens, {self.dim}), not {tuple(given.shape)}",
+                    code="attention-input-shape",
                 )
         if context is None:
             return
         if context.shape[0] != x.shape[0]:
-            raise InputError(f"context holds {context.shape[0]} sequences, but x has {x.shape[0]}")
+            raise InputError(
+                f"context has batch size {context.shape[0]}, but x has {x.shape[0]}",
+                code="context-batch-size",
+            )
         if self.coupling_spec.name != "none":
             raise InputError(
-                f"coupling '{self.coupling_spec.name}' needs a token's own query and key, and in "
-                "cross-attention no token has both: use coupling='none'"
+                f"coupling '{self.coupling_spec.name}' cannot be used in cross-attention, where no token has "
+                "both a query and a key: use coupling='none'",
+                code="coupling-cross-attention",
             )
         if self.causal or self.rope is not None:
-            raise InputError("cross-attention has no shared positions: use causal=False and rope=False")
+            raise InputError(
+                "cross-attention has no shared positions: use causal=False and rope=False",
+                code="cross-attention-positions",
+            )
 
     def extra_repr(self) -> str:
-        heads = self.head_shapes
+        shapes = self.head_shapes
         return (
-            f"width={self.dim}, heads={heads.n_q}/{heads.n_k}/{heads.n_v}, size={heads.head_dim}, "
+            f"dim={self.dim}, n_heads={shapes.n_q}/{shapes.n_k}/{shapes.n_v}, head_dim={shapes.head_dim}, "
             f"coupling={self.coupling_spec}, scoring={self.scoring.name}"
         )
 
 
-def merge(model: nn.Module) -> nn.Module:
-    """Fold the drift of every attention layer of a model into its projections, in place.
+def attention_layers(model: nn.Module) -> list[Attention]:
+    """Return all attention layers of a model."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
 
-    Modules that keep a config, and so have a method `sync_config`, are told, inner ones first.
+
+def merge(model: nn.Module) -> nn.Module:
+    """Fold every linear coupling of a model into its projections, in place.
+
+    Layers without a coupling stay as they are. Modules with a config are updated through `sync_config`.
     """
-    modules = list(model.modules())
-    for module in modules:
-        if isinstance(module, Attention):
-            module.merge()
-    for module in reversed(modules):
+    for layer in attention_layers(model):
+        layer.merge()
+    for module in reversed(list(model.modules())):
         if hasattr(module, "sync_config"):
             module.sync_config()  # type: ignore[operator]
     return model
+
+
+@contextmanager
+def prepared_for_inference(model: nn.Module) -> Iterator[None]:
+    """Prepare all attention layers for the duration of the block; those already prepared stay so."""
+    layers = [layer for layer in attention_layers(model) if not layer.is_prepared]
+    try:
+        for layer in layers:
+            layer.prepare_for_inference()
+        yield
+    finally:
+        for layer in layers:
+            layer.release_prepared()
 
 
 def _check_shape(
     dim: int, n_heads: int, n_kv_heads: int, head_dim: int | None, window: int | None, dropout: float
 ) -> None:
     if n_heads < 1 or n_kv_heads < 1 or dim < 1:
-        raise InputError(f"width {dim}, heads {n_heads} and kv_heads {n_kv_heads} must all be at least 1")
+        raise InputError(
+            f"dim {dim}, n_heads {n_heads} and n_kv_heads {n_kv_heads} must all be at least 1",
+            code="bad-attention-size",
+        )
     if head_dim is not None and head_dim < 1:
-        raise InputError(f"the head size must be at least 1, not {head_dim}")
+        raise InputError(f"head_dim must be at least 1, not {head_dim}", code="bad-head-dim")
     if head_dim is None and dim % n_heads:
         raise InputError(
-            f"width {dim} does not divide into {n_heads} heads: choose another, or give head_size"
+            f"dim {dim} is not divisible by n_heads {n_heads}: change one of them, or give head_dim",
+            code="dim-not-divisible",
         )
     if n_heads % n_kv_heads:
         raise InputError(
-            f"{n_heads} heads cannot share {n_kv_heads} key/value heads evenly: one must divide the other"
+            f"n_heads {n_heads} is not divisible by n_kv_heads {n_kv_heads}", code="heads-not-divisible"
         )
     if window is not None and window < 1:
-        raise InputError(f"the window must hold at least one token, not {window}")
+        raise InputError(f"window must be at least 1, not {window}", code="bad-window")
     if not 0 <= dropout < 1:
-        raise InputError(f"dropout must lie in [0, 1), not {dropout}")
+        raise InputError(f"dropout must be in [0, 1), not {dropout}", code="bad-dropout")
 
 
 def _check_collapsed(circuit: str, rope: RotaryEmbedding | None, scoring: Spec, qk_norm: bool) -> None:
     if circuit.startswith("CA") and rope is not None:
         raise InputError(
-            f"circuit '{circuit}' is one query-key matrix with no query and key to rotate: use rope=False"
+            f"circuit '{circuit}' has no separate query and key to rotate: use rope=False",
+            code="collapsed-circuit-rope",
         )
     if scoring.name != "softmax":
-        raise InputError(f"collapsed circuit '{circuit}' works with softmax scoring, not '{scoring.name}'")
+        raise InputError(
+            f"collapsed circuit '{circuit}' needs softmax scoring, not '{scoring.name}'",
+            code="collapsed-circuit-scoring",
+        )
     if circuit.startswith("CA") and qk_norm:
         raise InputError(
-            f"circuit '{circuit}' has no query and key projections to normalise: use qk_norm=False"
+            f"circuit '{circuit}' has no separate query and key to normalize: use qk_norm=False",
+            code="collapsed-circuit-qk-norm",
         )

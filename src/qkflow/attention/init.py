@@ -1,23 +1,23 @@
-"""How parameters start, drawn one by one from named streams.
+"""Parameter init, drawn from named random streams.
 
-A stream is seeded by (seed, full parameter name), so two models that differ in one part share the start
-of every parameter they have in common: differences between variants are then paired.
+A stream is seeded by (seed, full parameter name). Two models that differ in one part share the init of every
+parameter they have in common, so that differences between variants are paired.
 
-Starts are written `BASE` or `BASE+MODIFIER`:
+Inits are written `BASE` or `BASE+MODIFIER`:
 
 | base | every matrix | residual outputs |
 |---|---|---|
 | `gpt2` | N(0, 0.02²) | further scaled by 1/√(2·layers) |
 | `fan_in` | N(0, 0.7²/fan-in), close to PyTorch's default | the same |
 
-| modifier | what attention's own matrices become |
+| modifier | attention matrices |
 |---|---|
-| `symmetric=c` | W_Q + c·W_K per head: a token looks for tokens like itself |
+| `symmetric=c` | W_Q + c·W_K per head: a token attends to tokens like itself |
 | `mimetic` | W_Q·W_Kᵀ ≈ 0.7·Z + 0.7·I, W_O·W_V ≈ 0.4·Z − 0.4·I (Trockman & Kolter 2023, arXiv 2305.09828) |
-| `scaled_identity=s` | s·I when factorised, U(±1/√width) when collapsed (Vashisht & Ramaswamy 2026) |
+| `scaled_identity=s` | s·I when factorized, U(±1/√dim) when collapsed (Vashisht & Ramaswamy 2026) |
 
-A modifier alone stands on the base its source used: `symmetric=1` is `fan_in+symmetric=1`, the other two
-are on `gpt2`.
+A modifier alone uses the base of its source: `symmetric=1` is `fan_in+symmetric=1`, the other two use
+`gpt2`.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class InitScheme:
         try:
             strength = float(number) if number else INIT_MODIFIERS[name]
         except ValueError:
-            raise InputError(f"start '{text}': '{number}' is not a number") from None
+            raise InputError(f"init '{text}': '{number}' is not a number", code="bad-init-strength") from None
         if not math.isfinite(strength):
-            raise InputError(f"start '{text}': its strength must be a finite number, not {number}")
+            raise InputError(f"init '{text}': '{number}' is not a finite number", code="bad-init-strength")
         return cls(base or DEFAULT_BASE[name], name, strength)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class InitScheme:
 
 @dataclass(frozen=True)
 class ParamSampler:
-    """Draws one module's parameters; `prefix` is the module's name in the model."""
+    """Samples the parameters of one module; `prefix` is the name of the module in the model."""
 
     scheme: InitScheme
     seed: int
@@ -92,7 +92,7 @@ class ParamSampler:
         return torch.Generator().manual_seed(number)
 
     def normal(self, name: str, shape: torch.Size | tuple[int, ...], std: float) -> Tensor:
-        # always drawn on the CPU in float64: the same numbers on every device and in every dtype
+        # on the CPU in float64: the same numbers on every device and in every dtype
         return torch.randn(shape, generator=self.generator(name), dtype=torch.float64) * std
 
     def uniform(self, name: str, shape: torch.Size | tuple[int, ...], bound: float) -> Tensor:
@@ -101,13 +101,13 @@ class ParamSampler:
     def matrix(
         self, name: str, shape: torch.Size | tuple[int, ...], fan_in: int, *, residual: bool = False
     ) -> Tensor:
-        """A weight matrix from the start's base; `residual` marks one that writes to the residual stream."""
+        """Sample a weight matrix of the base; `residual` marks an output to the residual stream."""
         if self.scheme.base == "fan_in":
             return self.normal(name, shape, 0.7 / fan_in**0.5)
         return self.normal(name, shape, 0.02 / (2 * self.n_layers) ** 0.5 if residual else 0.02)
 
     def init_linear(self, name: str, layer: nn.Linear, *, residual: bool = False) -> None:
-        """Start a linear layer: its matrix from the base, its bias at zero."""
+        """Init a linear layer: its matrix from the base, its bias at zero."""
         copy_into(
             layer.weight,
             self.matrix(f"{name}.weight", layer.weight.shape, layer.in_features, residual=residual),
@@ -118,7 +118,7 @@ class ParamSampler:
 
 @runtime_checkable
 class SupportsInit(Protocol):
-    """A module that knows how its own parameters start."""
+    """A module that initializes its own parameters."""
 
     def init_parameters(self, sampler: ParamSampler) -> None: ...
 
@@ -127,9 +127,9 @@ class SupportsInit(Protocol):
 def initialize(
     model: nn.Module, init: str | InitScheme = "gpt2", *, seed: int | None = None, n_layers: int = 1
 ) -> None:
-    """Start every parameter of `model`; without a seed, one is drawn from PyTorch's global generator."""
+    """Init every parameter of `model`; the default seed comes from PyTorch's global generator."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # shapes only: whoever materialises the model starts it then
+        return  # no storage: the model is initialized when it is materialized
     if seed is None:
         seed = int(torch.randint(2**62, ()))
     parsed = InitScheme.parse(init)
@@ -140,4 +140,5 @@ def initialize(
 
 @torch.no_grad()
 def copy_into(parameter: Tensor, values: Tensor) -> None:
+    """Copy values into a parameter, in its dtype."""
     parameter.copy_(values.to(parameter.dtype))

@@ -1,4 +1,4 @@
-"""Which key each query may see."""
+"""Attention masks: causal, window, padding and packed documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qkflow.errors import InputError
 
 @dataclass(frozen=True)
 class Mask:
-    """`causal` alone lets the fused kernel skip the future; `allowed` (…, T, S) spells everything out."""
+    """`causal` alone lets the fused kernel skip future keys; `allowed` (…, T, S) is an explicit mask."""
 
     causal: bool = False
-    allowed: Tensor | None = None  # True = may be seen; broadcasts to (B, 1, T, S)
+    allowed: Tensor | None = None  # True = may attend; broadcasts to (B, 1, T, S)
 
     def to_bool(self, n_queries: int, n_keys: int, device: torch.device) -> Tensor:
-        """The same as one boolean matrix, for reference implementations."""
+        """Return the mask as one boolean matrix, for reference implementations."""
         if self.allowed is not None:
             return self.allowed
         everything = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
@@ -36,25 +36,27 @@ def build_mask(
     device: torch.device | None = None,
     batch_size: int | None = None,
 ) -> Mask:
-    """Combine every reason not to see a key.
+    """Combine causal, window, padding and document masks.
 
-    The queries are the last `queries` of the `keys` tokens. `padding` (B, S) is True at real tokens,
-    `documents` (B, S) numbers each token's document; both cover all keys.
+    The queries are the last `n_queries` of the `n_keys` tokens. `attention_mask` (B, S) is True at real
+    tokens, `document_ids` (B, S) is the document of each token; both cover all keys.
     """
     for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
         if given is None:
             continue
         _check_2d(name, given)
         if given.shape[1] != n_keys:
-            raise InputError(f"{name} covers {given.shape[1]} tokens, but there are {n_keys}")
+            raise InputError(f"{name} has {given.shape[1]} tokens, expected {n_keys}", code="mask-length")
         if batch_size is not None and given.shape[0] not in (1, batch_size):
-            raise InputError(f"{name} is for {given.shape[0]} sequences, but there are {batch_size}")
+            raise InputError(
+                f"{name} has batch size {given.shape[0]}, expected {batch_size}", code="mask-batch-size"
+            )
     plain = attention_mask is None and document_ids is None
     if plain and window is None and (not causal or n_queries == n_keys):
-        # a branch, not a value: a compiler that holds the length as a symbol then settles it
+        # a branch, not a value, so that torch.compile can specialize a symbolic length
         return Mask(causal=True) if causal and n_queries > 1 else Mask()
     if plain and n_queries == 1 and (window is None or window >= n_keys):
-        return Mask()  # a single newest query sees everything kept
+        return Mask()  # a single newest query attends to all cached keys
     q_index = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     k_index = torch.arange(n_keys, device=device)[None, :]
     allowed = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
@@ -63,16 +65,24 @@ def build_mask(
     if window is not None:
         allowed = allowed & ((q_index - k_index).abs() < window)
     if document_ids is not None:
+        document_ids = document_runs(document_ids)
         allowed = allowed & (document_ids[:, None, -n_queries:, None] == document_ids[:, None, None, :])
     if attention_mask is not None:
-        # A padded query may see itself: a row that sees nothing would be NaN, and no real query
-        # ever sees a padded key.
+        # A padded query attends to itself: a fully masked row would be NaN. No real query attends to padding.
         allowed = (allowed & attention_mask[:, None, None, :].bool()) | (q_index == k_index)
     return Mask(allowed=allowed)
 
 
+def document_runs(document_ids: Tensor) -> Tensor:
+    """Number consecutive runs of equal ids (B, T), so that an id that returns is a new document."""
+    _check_2d("document_ids", document_ids)
+    changes = document_ids[:, 1:] != document_ids[:, :-1]
+    first = torch.zeros_like(document_ids[:, :1], dtype=torch.bool)
+    return torch.cat((first, changes), dim=1).cumsum(dim=1)
+
+
 def document_positions(document_ids: Tensor) -> Tensor:
-    """Positions (B, T) that restart at 0 with each document."""
+    """Return positions (B, T) that restart at 0 with each document."""
     _check_2d("document_ids", document_ids)
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
     starts = torch.ones_like(document_ids, dtype=torch.bool)
@@ -82,4 +92,6 @@ def document_positions(document_ids: Tensor) -> Tensor:
 
 def _check_2d(name: str, given: Tensor) -> None:
     if given.dim() != 2:
-        raise InputError(f"{name} must have the shape (batch, tokens), not {tuple(given.shape)}")
+        raise InputError(
+            f"{name} must have the shape (batch, tokens), not {tuple(given.shape)}", code="mask-shape"
+        )

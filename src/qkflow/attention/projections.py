@@ -1,30 +1,59 @@
-"""The two circuits of attention: QK decides where to look, OV decides what is written.
+"""The projections of attention: the QK circuit (where to attend) and the OV circuit (what is written).
 
-Each is factorised (W_Q, W_K / W_V, W_O) or collapsed into one matrix per head (W_QK / W_OV): the four
-parameterisations FAFO, FACO, CAFO, CACO of Vashisht & Ramaswamy (2026), QK's letter first.
+Each circuit is factorized (W_Q, W_K / W_V, W_O) or collapsed into one matrix per head (W_QK / W_OV): the
+four parameterizations FAFO, FACO, CAFO, CACO of Vashisht & Ramaswamy (2026); QK comes first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.heads import HeadShapes
 from qkflow.attention.init import ParamSampler, copy_into
 from qkflow.errors import InputError, unknown
 
 CIRCUITS = ("FAFO", "FACO", "CAFO", "CACO")
 
 
+@dataclass(frozen=True)
+class HeadShapes:
+    """Head counts and sizes of queries, keys, values and outputs.
+
+    Query head h uses key head h // group_size: groups are contiguous.
+    """
+
+    n_q: int
+    n_k: int
+    n_v: int
+    head_dim: int  # of a query and of a key
+    v_head_dim: int
+    n_out: int  # heads of the scoring output
+    out_head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.n_q % self.n_k:
+            raise InputError(
+                f"{self.n_q} query heads cannot be divided over {self.n_k} key heads",
+                code="heads-not-divisible",
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key head."""
+        return self.n_q // self.n_k
+
+
 def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether calling this layer is no more than a product with its weight: no adapter, no hook."""
+    """Whether calling this layer is exactly `F.linear` with its weight: no adapter, no hook."""
     return type(layer) is nn.Linear and has_no_hooks(layer)
 
 
 def has_no_hooks(module: nn.Module) -> bool:
-    """Whether calling this module runs its class's forward and nothing else."""
+    """Whether calling this module runs the forward of its class and nothing else."""
     return "forward" not in module.__dict__ and not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -37,8 +66,27 @@ def is_autocast_enabled(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def check_not_offloaded(weight: Tensor, x: Tensor, module_class: str) -> None:
+    """Raise if accelerate offloaded this weight: it reloads weights only for modules that are called."""
+    if weight.is_meta and not x.is_meta:
+        raise InputError(
+            f"weights used by {module_class} are offloaded: give accelerate "
+            f"preload_module_classes=['{module_class}']",
+            code="weights-offloaded",
+        )
+
+
+def stack_linear(rows: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Stack (weight, bias) pairs of linear maps into one map; a missing bias counts as zero."""
+    rows = list(rows)
+    weight = torch.cat([weight.detach() for weight, _ in rows])
+    if all(bias is None for _, bias in rows):
+        return weight, None
+    return weight, torch.cat([w.new_zeros(len(w)) if b is None else b.detach() for w, b in rows])
+
+
 class FactorizedQK(nn.Module):
-    """q = x·W_Qᵀ, k = x·W_Kᵀ, cut into heads."""
+    """q = x·W_Qᵀ, k = x·W_Kᵀ, split into heads."""
 
     roles: ClassVar[dict[str, str]] = {"q": "q", "k": "k"}
 
@@ -54,7 +102,7 @@ class FactorizedQK(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether projecting is no more than a product with the weights: nothing stands in their place."""
+        """Whether both projections are exactly `F.linear` with their weights."""
         return is_plain_linear(self.q) and is_plain_linear(self.k)
 
     def project_keys(self, x: Tensor) -> Tensor:
@@ -62,7 +110,7 @@ class FactorizedQK(nn.Module):
         return keys.unflatten(-1, (self.head_shapes.n_k, self.head_shapes.head_dim))
 
     def drifted_query_projection(self, drift: Tensor) -> tuple[Tensor, Tensor | None]:
-        """W_Q + amount_h·W_K and its bias: the projection that yields q + amount_h·k."""
+        """Return the weight W_Q + drift_h·W_K and its bias: the projection to q + drift_h·k."""
         scale = drift.repeat_interleave(self.head_shapes.head_dim)
         weight = torch.addcmul(self.q.weight, scale[:, None], self.repeat_key_rows(self.k.weight))
         if self.q.bias is None:
@@ -70,7 +118,7 @@ class FactorizedQK(nn.Module):
         return weight, self.q.bias + scale * self.repeat_key_rows(self.k.bias)
 
     def repeat_key_rows(self, weight: Tensor) -> Tensor:
-        """Repeat the rows of a key projection (G·D, …) to line up with the query rows (H·D, …)."""
+        """Repeat the rows of a key projection (G·D, …) to match the query rows (H·D, …)."""
         heads = self.head_shapes
         if heads.group_size == 1:
             return weight
@@ -79,34 +127,34 @@ class FactorizedQK(nn.Module):
 
     @torch.no_grad()
     def fold_drift(self, drift: Tensor) -> None:
-        """Make the queries q + amount_h·k for good; `amount` has one entry a query head."""
+        """Fold q + drift_h·k into the query projection, in place; `drift` is (H,)."""
         weight, bias = self.drifted_query_projection(drift)
         self.q.weight.copy_(weight)
         if bias is not None:
             self.q.bias.copy_(bias)
 
     def init_parameters(self, sampler: ParamSampler) -> None:
-        start = sampler.scheme
+        scheme = sampler.scheme
         sampler.init_linear("q", self.q)
         sampler.init_linear("k", self.k)
-        if start.modifier == "symmetric":
-            self.fold_drift(torch.full((self.head_shapes.n_q,), start.strength, device=self.q.weight.device))
-        elif start.modifier == "mimetic":
+        if scheme.modifier == "symmetric":
+            self.fold_drift(torch.full((self.head_shapes.n_q,), scheme.strength, device=self.q.weight.device))
+        elif scheme.modifier == "mimetic":
             self._init_mimetic(sampler)
-        elif start.modifier == "scaled_identity":
+        elif scheme.modifier == "scaled_identity":
             for layer in (self.q, self.k):
-                nn.init.eye_(layer.weight).mul_(start.strength)
+                nn.init.eye_(layer.weight).mul_(scheme.strength)
 
     def _init_mimetic(self, sampler: ParamSampler) -> None:
-        """W_Q,hᵀ·W_K,g ≈ s·(Z_h + I): the best rank-D factors for a group's first head, then for the
-        group's other heads the queries that come nearest with the key they share."""
-        heads, width, s = self.head_shapes, self.q.in_features, sampler.scheme.strength
-        target = sampler.normal("mimetic", (heads.n_k, heads.group_size, width, width), s / width**0.5)
-        target += s * torch.eye(width, dtype=target.dtype)
+        """Set W_Q,hᵀ·W_K,g ≈ s·(Z_h + I): the best rank-D factors for the first head of a group, then the
+        least-squares queries for the other heads of the group, given the shared key."""
+        heads, dim, s = self.head_shapes, self.q.in_features, sampler.scheme.strength
+        target = sampler.normal("mimetic", (heads.n_k, heads.group_size, dim, dim), s / dim**0.5)
+        target += s * torch.eye(dim, dtype=target.dtype)
         left, values, right = torch.linalg.svd(target[:, 0])
         root = values[:, : heads.head_dim, None].sqrt()
-        keys = root * right[:, : heads.head_dim]  # (G, D, width)
-        queries = (target @ torch.linalg.pinv(keys)[:, None]).transpose(-1, -2)  # (G, group, D, width)
+        keys = root * right[:, : heads.head_dim]  # (G, D, dim)
+        queries = (target @ torch.linalg.pinv(keys)[:, None]).transpose(-1, -2)  # (G, group, D, dim)
         queries[:, 0] = root * left[..., : heads.head_dim].transpose(-1, -2)
         copy_into(self.k.weight, keys.flatten(0, 1))
         copy_into(self.q.weight, queries.flatten(0, 2))
@@ -120,7 +168,7 @@ class CollapsedQK(nn.Module):
     def __init__(self, dim: int, heads: HeadShapes, bias: bool, **factory_kwargs: Any) -> None:
         super().__init__()
         if bias:
-            raise InputError("a collapsed circuit is one matrix and has no bias: use bias=False")
+            raise InputError("a collapsed circuit has no bias: use bias=False", code="collapsed-circuit-bias")
         self.head_shapes = heads
         self.weight = nn.Parameter(torch.empty(heads.n_q, dim, dim, **factory_kwargs))
 
@@ -132,7 +180,7 @@ class CollapsedQK(nn.Module):
 
 
 class FactorizedOV(nn.Module):
-    """v = x·W_Vᵀ cut into heads; what the heads gathered is written through W_O."""
+    """v = x·W_Vᵀ split into heads, and the output projection W_O."""
 
     roles: ClassVar[dict[str, str]] = {"v": "v", "o": "o"}
 
@@ -146,8 +194,8 @@ class FactorizedOV(nn.Module):
         values: Tensor = self.v(x)
         return values.unflatten(-1, (self.head_shapes.n_v, self.head_shapes.v_head_dim))
 
-    def project_output(self, gathered: Tensor) -> Tensor:
-        out: Tensor = self.o(gathered.flatten(-2))
+    def project_output(self, heads_out: Tensor) -> Tensor:
+        out: Tensor = self.o(heads_out.flatten(-2))
         return out
 
     def init_parameters(self, sampler: ParamSampler) -> None:
@@ -160,19 +208,19 @@ class FactorizedOV(nn.Module):
                 nn.init.eye_(layer.weight).mul_(sampler.scheme.strength)
 
     def _init_mimetic(self, sampler: ParamSampler) -> None:
-        """W_O·W_V ≈ 0.4·Z − 0.4·I, the best factors of the rank that the value heads allow; heads that
-        share a value share its output equally."""
-        heads, width = self.head_shapes, self.v.in_features
+        """Set W_O·W_V ≈ 0.4·Z − 0.4·I: the best factors of the rank of the value heads. Heads that share a
+        value share its output equally."""
+        heads, dim = self.head_shapes, self.v.in_features
         rank = self.v.out_features
-        target = sampler.normal("mimetic", (width, width), 0.4 / width**0.5)
-        target -= 0.4 * torch.eye(width, dtype=target.dtype)
+        target = sampler.normal("mimetic", (dim, dim), 0.4 / dim**0.5)
+        target -= 0.4 * torch.eye(dim, dtype=target.dtype)
         left, values, right = torch.linalg.svd(target)
-        rank_kept = min(rank, width)
+        rank_kept = min(rank, dim)
         root = torch.zeros(rank, dtype=target.dtype)
         root[:rank_kept] = values[:rank_kept].sqrt()
-        value = torch.zeros(rank, width, dtype=target.dtype)
+        value = torch.zeros(rank, dim, dtype=target.dtype)
         value[:rank_kept] = root[:rank_kept, None] * right[:rank_kept]
-        output = torch.zeros(width, rank, dtype=target.dtype)
+        output = torch.zeros(dim, rank, dtype=target.dtype)
         output[:, :rank_kept] = left[:, :rank_kept] * root[:rank_kept]
         shared = heads.n_out * heads.out_head_dim // rank
         per_head = output.unflatten(1, (heads.n_v, heads.v_head_dim))
@@ -181,35 +229,37 @@ class FactorizedOV(nn.Module):
 
 
 class CollapsedOV(nn.Module):
-    """What head h writes is W_OV,h·x of the tokens it attends to."""
+    """Head h outputs the attention-weighted sum of W_OV,h·x."""
 
     roles: ClassVar[dict[str, str]] = {"weight": "ov"}
 
     def __init__(self, dim: int, heads: HeadShapes, bias: bool, **factory_kwargs: Any) -> None:
         super().__init__()
         if bias:
-            raise InputError("a collapsed circuit is one matrix and has no bias: use bias=False")
+            raise InputError("a collapsed circuit has no bias: use bias=False", code="collapsed-circuit-bias")
         self.weight = nn.Parameter(torch.empty(heads.n_v, dim, dim, **factory_kwargs))
 
     def project_values(self, x: Tensor) -> Tensor:
         return torch.einsum("btd,hde->bthe", x, self.weight)
 
-    def project_output(self, gathered: Tensor) -> Tensor:
-        return gathered.sum(dim=2)
+    def project_output(self, heads_out: Tensor) -> Tensor:
+        return heads_out.sum(dim=2)
 
     def init_parameters(self, sampler: ParamSampler) -> None:
         _init_collapsed(self.weight, sampler, residual=True)
 
 
 def _init_collapsed(weight: nn.Parameter, sampler: ParamSampler, *, residual: bool) -> None:
-    width = weight.shape[-1]
+    dim = weight.shape[-1]
     if sampler.scheme.modifier == "scaled_identity":
-        copy_into(weight, sampler.uniform("weight", weight.shape, width**-0.5))
+        copy_into(weight, sampler.uniform("weight", weight.shape, dim**-0.5))
     elif sampler.scheme.modifier is None:
-        copy_into(weight, sampler.matrix("weight", weight.shape, width, residual=residual))
+        copy_into(weight, sampler.matrix("weight", weight.shape, dim, residual=residual))
     else:
         raise InputError(
-            f"start '{sampler.scheme}' is made of W_Q and W_K, which a collapsed circuit does not have"
+            f"init '{sampler.scheme}' needs W_Q and W_K, which a collapsed circuit does not have: use gpt2, "
+            "fan_in or scaled_identity",
+            code="init-needs-factorized",
         )
 
 
@@ -228,7 +278,7 @@ def build_circuits(
 
 
 def circuit_head_shapes(name: str, dim: int, heads: HeadShapes) -> HeadShapes:
-    """The head sizes once collapsed circuits have widened theirs: a collapsed key is the token itself."""
+    """Return the head shapes after collapsing: the key of a collapsed circuit is the token itself."""
     size, keys = (dim, 1) if name.startswith("CA") else (heads.head_dim, heads.n_k)
     if name.endswith("FO"):
         return HeadShapes(heads.n_q, keys, heads.n_v, size, heads.v_head_dim, heads.n_out, heads.out_head_dim)

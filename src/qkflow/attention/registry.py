@@ -1,4 +1,4 @@
-"""Parts found by name: our own by their files, third parties' through entry points.
+"""Registries of couplings and scorings: our own by file, third-party ones by entry point.
 
 A part is written `name` or `name:option=value:option=value`, e.g. `leapfrog:n=7:conservative=true`.
 """
@@ -20,7 +20,7 @@ PartT = TypeVar("PartT")
 
 @dataclass(frozen=True)
 class Spec:
-    """A part's name and the options it is built with."""
+    """The name of a part and its options."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -30,13 +30,15 @@ class Spec:
         if isinstance(text, Spec):
             return text
         if not isinstance(text, str):
-            raise InputError(f"name a part by its text, e.g. 'leapfrog:n=7', not {text!r}")
+            raise InputError(f"a part is a string such as 'leapfrog:n=7', not {text!r}", code="bad-spec")
         name, *pairs = text.split(":")
         options = {}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not equals or not key or not value:
-                raise InputError(f"'{text}': write options as name:option=value, e.g. leapfrog:n=7")
+                raise InputError(
+                    f"'{text}': write options as name:option=value, e.g. leapfrog:n=7", code="bad-spec"
+                )
             options[key] = _parse_value(value)
         return cls(name, options)
 
@@ -46,7 +48,7 @@ class Spec:
 
 
 def _parse_value(text: str) -> Any:
-    """A number, true or false where the text is one, else the text."""
+    """Parse true, false and numbers; return other text as it is."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -62,17 +64,17 @@ def _format_value(value: Any) -> str:
 
 
 def _check_type(what: str, value: Any, default: Any) -> None:
-    """A value must be of its default's kind: a switch, a whole number, any number or a word."""
-    kinds = {"true or false": (bool,), "a whole number": (int,), "a number": (int, float), "a word": (str,)}
+    """Raise unless the value has the type of the default."""
+    kinds = {"true or false": (bool,), "a whole number": (int,), "a number": (int, float), "text": (str,)}
     for word, kind in kinds.items():
-        if isinstance(default, kind):  # a bool is an int, so switches come first
+        if isinstance(default, kind):  # bool is a subclass of int, so it comes first
             if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
-                raise InputError(f"{what} must be {word}, not '{value}'")
+                raise InputError(f"{what} must be {word}, not '{value}'", code="bad-option-value")
             return
 
 
 class Registry(Generic[PartT]):
-    """All parts of one kind. Files of `package` are imported on first use and register themselves."""
+    """All parts of one kind. The modules of `package` are imported on first use and register themselves."""
 
     def __init__(self, kind: str, package: str, group: str) -> None:
         self.kind = kind
@@ -83,7 +85,7 @@ class Registry(Generic[PartT]):
     def register(self, part: type[PartT]) -> type[PartT]:
         name = part.name  # type: ignore[attr-defined]
         if self._parts.get(name, part) is not part:
-            raise InputError(f"two {self.kind}s are named '{name}': rename one of them")
+            raise InputError(f"two {self.kind}s are named '{name}': rename one", code="duplicate-name")
         self._parts[name] = part
         return part
 
@@ -105,12 +107,12 @@ class Registry(Generic[PartT]):
         return self._loaded[name]
 
     def options(self, name: str) -> dict[str, inspect.Parameter]:
-        """The keyword options a part's constructor takes."""
+        """Return the keyword options of a part."""
         parameters = inspect.signature(self.get(name)).parameters
         return {key: value for key, value in parameters.items() if value.kind is value.KEYWORD_ONLY}
 
     def check(self, text: str | Spec) -> Spec:
-        """Parse and make sure that the part exists and takes these options."""
+        """Parse a spec; raise if the part or one of its options does not exist."""
         spec = Spec.parse(text)
         known = self.options(spec.name)
         aliases: dict[str, str] = getattr(self.get(spec.name), "aliases", {})
@@ -118,7 +120,9 @@ class Registry(Generic[PartT]):
         for key in options:
             if key not in known:
                 if not known:
-                    raise InputError(f"{self.kind} '{spec.name}' takes no options, not '{key}'")
+                    raise InputError(
+                        f"{self.kind} '{spec.name}' takes no options, not '{key}'", code="unknown-option"
+                    )
                 raise unknown(f"option of {self.kind} '{spec.name}'", key, known)
             _check_type(f"{self.kind} '{spec.name}': {key}", options[key], known[key].default)
         return Spec(spec.name, options)

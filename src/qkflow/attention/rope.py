@@ -9,11 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qkflow.autograd import CustomFunction
 from qkflow.config_io import dataclass_from_dict
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
 
-# cos of each pair's angle for both of its members, and sin, negative for the first: (T, 1, D) or (B, T, 1, D)
+# cos and sin of the angle of each pair, sin negative for its first member: (T, 1, D) or (B, T, 1, D)
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -22,8 +21,8 @@ class RotaryEmbedding:
     """Angles θ_i·t with θ_i = base^(−2i/D), optionally rescaled for longer contexts.
 
     scaling: `linear` divides every angle by `factor` (Chen et al. 2023); `ntk` raises the base so that
-    the slowest angle is divided by `factor`; `llama3` divides only slow angles, blending between
-    `original_length / low` and `original_length / high` (Llama 3.1).
+    the slowest angle is divided by `factor`; `llama3` divides only slow angles, with a blend between
+    `original_max_position_embeddings / low_freq_factor` and `… / high_freq_factor` (Llama 3.1).
     """
 
     base: float = 10_000.0
@@ -35,12 +34,14 @@ class RotaryEmbedding:
 
     def __post_init__(self) -> None:
         if self.base <= 0 or self.factor <= 0 or not math.isfinite(self.base * self.factor):
-            raise InputError(f"rope base and factor must be positive, not {self.base} and {self.factor}")
+            raise InputError(
+                f"rope base and factor must be positive, not {self.base} and {self.factor}", code="bad-rope"
+            )
         if self.scaling not in ("none", "linear", "ntk", "llama3"):
-            raise InputError(f"unknown rope scaling '{self.scaling}': known: none, linear, ntk, llama3")
+            raise unknown("rope scaling", self.scaling, ("none", "linear", "ntk", "llama3"))
 
     def frequencies(self, head_dim: int, device: torch.device | None = None) -> Tensor:
-        """θ_i for a head of `size`, in float64: angles at late positions need the digits."""
+        """Return θ_i in float64: angles at late positions need the precision."""
         check_head_dim(head_dim)
         base = self.base
         if self.scaling == "ntk":
@@ -61,7 +62,7 @@ class RotaryEmbedding:
         return theta
 
     def rotation(self, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Rotation:
-        """The turn of `positions` of shape (T,) or (B, T)."""
+        """Return cos and sin for `positions` of shape (T,) or (B, T)."""
         theta = self.frequencies(head_dim, positions.device)
         angles = (positions.to(theta.dtype)[..., None] * theta).unsqueeze(-2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -69,7 +70,7 @@ class RotaryEmbedding:
 
     @classmethod
     def from_option(cls, value: RotaryEmbedding | dict[str, Any] | bool | None) -> RotaryEmbedding | None:
-        """Read the `rope` option: true/false, a mapping of fields, or a `Rotary`."""
+        """Parse the `rope` option: a bool, a mapping of fields, or a `RotaryEmbedding`."""
         if isinstance(value, RotaryEmbedding) or value is None:
             return value
         if isinstance(value, bool):
@@ -79,47 +80,10 @@ class RotaryEmbedding:
 
 def check_head_dim(head_dim: int) -> None:
     if head_dim % 2:
-        raise InputError(f"rope rotates pairs, so the head size must be even, not {head_dim}")
+        raise InputError(f"rope needs an even head_dim, not {head_dim}", code="odd-head-dim")
 
 
 def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair (x_i, x_{i+D/2}) of (B, T, H, D) by its angle."""
-    out: Tensor = _Rotate.call(x, *rotation)
-    return out
-
-
-def apply_rope_reference(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate each pair (x_i, x_{i+D/2}) of (B, T, H, D) by its angle."""
     cos, sin = rotation
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
-
-
-def apply_rope_(x: Tensor, rotation: Rotation) -> None:
-    """In place, where nothing is to be differentiated."""
-    cos, sin = rotation
-    other = x.roll(x.shape[-1] // 2, dims=-1).mul_(sin)
-    x.mul_(cos).add_(other)
-
-
-class _Rotate(CustomFunction):
-    """Three passes over memory, and nothing of x kept for the backward pass."""
-
-    @staticmethod
-    def composite(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return apply_rope_reference(x, (cos, sin))
-
-    @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _rotate(x, cos, sin)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x.roll(x.shape[-1] // 2, dims=-1).mul_(sin).addcmul_(x, cos)
+    return torch.addcmul(x.roll(x.shape[-1] // 2, dims=-1) * sin, x, cos)

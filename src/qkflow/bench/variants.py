@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qkflow.attention import Attention, couplings, merge, scorings
 from qkflow.errors import InputError, unknown
 from qkflow.models import AttentionConfig, Block, Decoder, ModelConfig, generate
-from qkflow.models.decoding import PackedWeights
+from qkflow.models.cpu_decoder import PackedWeights
 
 LEVELS = ("attention", "block", "model", "decode")
 STEP_COUNTS = (1, 3, 7)
@@ -127,8 +127,8 @@ def build_module(
         for layer in module.modules():
             if isinstance(layer, Attention):
                 layer.coupling = ReferenceCoupling(layer.coupling)
-    if variant.merged or level == "decode":
-        merge(module)  # as anyone would who deploys it
+    if variant.merged:
+        merge(module)
     return module
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from qkflow.attention import Attention
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import HeadShapes
 from qkflow.errors import InputError, join_limited
 from qkflow.hf.qkv_layout import QKVLayout, infer_qkv_layout
 

@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.heads import HeadShapes
-from qkflow.attention.projections import is_autocast_enabled
+from qkflow.attention.projections import HeadShapes, is_autocast_enabled
 from qkflow.errors import InputError
 from qkflow.hf.attention_layers import AttentionLayer
 from qkflow.hf.qkv_layout import QKVLayout

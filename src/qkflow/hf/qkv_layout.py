@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import HeadShapes
 from qkflow.errors import InputError
 
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "out_lin", "o", "wo", "Wo", "to_out")

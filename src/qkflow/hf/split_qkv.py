@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.projections import HeadShapes
 from qkflow.errors import InputError
 from qkflow.hf.attention_layers import (
     check_no_cross_attention,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention import Attention
-from qkflow.attention.couplings.base import StepSize
+from qkflow.attention.couplings.layers import StepSize
 from qkflow.models import Decoder
 
 MEASURES = ("entropy", "sink_mass", "spectral_gap", "effective_rank", "max_logit")
@@ -121,7 +121,7 @@ def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
 
 def _max_logits(layer: Attention, x: Tensor) -> list[float]:
     """Return the largest visible score of each query head; differential scoring has two per output head."""
-    q, k, _ = layer.project_qkv(x, None, None, None, None, None, use_reference=True)
+    q, k, _ = layer.project_qkv(x, use_reference=True)
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * layer.scale
     visible = layer.make_mask(x.shape[1], x.shape[1], device=x.device).to_bool(

@@ -1,4 +1,4 @@
-"""Models whose blocks take any registered attention."""
+"""Decoder models with any registered attention."""
 
 from qkflow.models.config import AttentionConfig, ModelConfig
 from qkflow.models.decoder import Block, Decoder

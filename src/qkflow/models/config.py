@@ -1,4 +1,4 @@
-"""What a model is made of, as plain data: read from YAML, stored with every checkpoint."""
+"""The config of a model: plain data, read from YAML and stored with every checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FeedForwardKind = Literal["swiglu", "gelu"]
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Options every layer's `Attention` is built with."""
+    """Options of `Attention`, the same for every layer."""
 
     coupling: str = "none"
     scoring: str = "softmax"
@@ -36,12 +36,13 @@ class ModelConfig:
     n_kv_heads: int | None = None
     head_dim: int | None = None
     feed_forward: FeedForwardKind = "swiglu"
-    hidden_dim: int | None = None  # of the feed-forward; default 4·width
+    hidden_dim: int | None = None  # of the feed-forward; default 4·dim
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     init: str = "gpt2"
-    slow: SlowPathConfig | None = None  # a second path at a slower rate
+    slow: SlowPathConfig | None = None
+    causal: bool = True  # False: an encoder
 
     def __post_init__(self) -> None:
         if self.feed_forward not in get_args(FeedForwardKind):
@@ -49,18 +50,22 @@ class ModelConfig:
         for name in ("vocab_size", "n_layers", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(f"model.{name} must be at least 1, not {value}")
+                raise InputError(f"model.{name} must be at least 1, not {value}", code="bad-model-size")
         if not 0 < self.norm_eps < float("inf"):
-            raise InputError(f"model.norm_eps must be a number above zero, not {self.norm_eps}")
+            raise InputError(f"model.norm_eps must be above zero, not {self.norm_eps}", code="bad-norm-eps")
         if self.slow is not None:
-            self.slow.injection_layers(self.n_layers)  # refuses gates without a layer
+            if not self.causal:
+                raise InputError(
+                    "a slow path needs a causal model: use causal: true", code="slow-path-not-causal"
+                )
+            self.slow.injection_layers(self.n_layers)  # raises for gates without a layer
 
     @property
     def resolved_hidden_dim(self) -> int:
         return self.hidden_dim or 4 * self.dim
 
     def slow_path_config(self) -> ModelConfig:
-        """What the slow blocks are built from: as the fast ones, but for their number and attention."""
+        """Return the config of the slow blocks: like the fast ones, except for their number and attention."""
         assert self.slow is not None
         attention = {
             **dataclasses.asdict(self.attention),
@@ -77,7 +82,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """Build from plain data; an unknown key is an error that names the nearest known one."""
+        """Build from plain data; an unknown key raises an error with the closest known one."""
         values = dict(values)
         attention = values.pop("attention", {}) or {}
         if not isinstance(attention, AttentionConfig):

@@ -1,8 +1,7 @@
-"""What a model costs, before anything is allocated: parameters, floating-point operations, memory.
+"""The cost of a model before anything is allocated: parameters, FLOPs, memory.
 
-Nothing is guessed from a rule of thumb: a model without storage goes through a real training step, and every
-matrix product and every tensor kept for the backward pass is counted. So any coupling and any scoring, third
-parties' too, is accounted for as it is.
+A model on the meta device runs a real training step; every matmul and every tensor saved for the backward
+pass is counted. So any coupling and any scoring, including third-party ones, is counted as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from qkflow.roles import parameter_roles
 
 
 def parameters_by_role(model: nn.Module) -> dict[str, int]:
-    """The number of parameters of each role, in the order in which the model has them."""
+    """Return the number of parameters of each role, in model order."""
     counts: dict[str, int] = {}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     for name, role in parameter_roles(model).items():
@@ -33,30 +32,42 @@ def parameters_by_role(model: nn.Module) -> dict[str, int]:
 
 
 def build_meta_decoder(config: ModelConfig) -> Decoder:
-    """The model as shapes alone."""
+    """Return a decoder without storage."""
     return Decoder(config, device="meta")
 
 
 def flops_per_token(model: ModelConfig | Decoder, seq_len: int, *, training: bool = True) -> float:
-    """Floating-point operations of the matrix products for one token of a window of `length`.
+    """Return the matmul FLOPs for one token of a window of `seq_len`; training adds the backward pass.
 
-    A multiplication and an addition count as two. Attention counts every pair of tokens, as the field's
-    figures do, although a causal kernel may skip half of them. Training is a forward and a backward pass,
-    nothing recomputed. Of a config nothing is allocated; a model makes a pass of its own, which is quicker.
+    For a config nothing is allocated; a model runs a forward pass of its own, which is faster.
     """
-    if isinstance(model, ModelConfig):
-        model = build_meta_decoder(model)
-    ids = torch.zeros(1, seq_len, dtype=torch.long, device=model.embedding.weight.device)
-    with _MatmulFlopCounter() as counted, nullcontext() if training else torch.no_grad():
-        loss = linear_cross_entropy(model(ids), model.output_weight, ids)
-        if training:
-            loss.backward()
-    model.zero_grad()
-    return counted.flops / seq_len
+    decoder = build_meta_decoder(model) if isinstance(model, ModelConfig) else model
+    ids = torch.zeros(1, seq_len, dtype=torch.long, device=decoder.embedding.weight.device)
+
+    def step() -> None:
+        with nullcontext() if training else torch.no_grad():
+            loss = linear_cross_entropy(decoder(ids), decoder.output_weight, ids)
+            if training:
+                loss.backward()
+
+    flops = count_flops(step)
+    decoder.zero_grad()
+    return flops / seq_len
+
+
+def count_flops(fn: Callable[[], object]) -> int:
+    """Return the FLOPs of all matmuls and attention kernels that `fn` runs, backward pass included.
+
+    A multiply-add counts as two. Attention counts every pair of tokens, although a causal kernel may skip
+    half of them; recomputation in its backward kernel is not counted.
+    """
+    with _MatmulFlopCounter() as counter:
+        fn()
+    return counter.flops
 
 
 class _MatmulFlopCounter(TorchDispatchMode):
-    """Adds up the operations of every matrix product."""
+    """Sums the FLOPs of all matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +75,7 @@ class _MatmulFlopCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping it would first import it, which takes longer than everything here
+        return False  # True would import dynamo, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,7 +85,9 @@ class _MatmulFlopCounter(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if name.startswith("_scaled_dot_product_"):
             self.flops += _attention_flops(name, *args)
-        # `addmm_`, in place, costs what `addmm` costs
+        elif name in ("mv", "addmv", "addmv_"):
+            self.flops += 2 * args[-2 if name == "mv" else 1].numel()
+        # `addmm_`, in place, costs as much as `addmm`
         elif formula := flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None)):
             plain = {key: value for key, value in kwargs.items() if key != "out"}
             self.flops += formula(*args, **plain, out_val=out)
@@ -82,7 +95,7 @@ class _MatmulFlopCounter(TorchDispatchMode):
 
 
 def _attention_flops(name: str, *args: Any) -> int:
-    """Of any fused kernel: scores and gathering, and twice that for the backward pass, nothing recomputed."""
+    """Return the FLOPs of a fused attention kernel; its backward pass counts twice, without recomputation."""
     backward = name.removesuffix("_for_cpu").endswith("backward")
     q, k, v = args[1:4] if backward else args[:3]
     batch, heads, length, size = q.shape
@@ -91,12 +104,12 @@ def _attention_flops(name: str, *args: Any) -> int:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that a training step holds at its fullest."""
+    """Peak bytes of a training step."""
 
     weights: int
     gradients: int
-    optimizer: int  # AdamW: two numbers a parameter
-    activations: int  # kept by the forward pass for the backward pass
+    optimizer: int  # AdamW: two values per parameter
+    activations: int  # saved for the backward pass
     logits: int  # of one chunk of the loss
 
     @property
@@ -113,27 +126,27 @@ def estimate_training_memory(
     activation_checkpointing: bool = False,
     chunk_size: int = CHUNK_SIZE,
 ) -> MemoryEstimate:
-    """What a training step on `batch` windows of `length` tokens holds, passing temporaries left out."""
+    """Estimate the memory of a training step on `batch_size` windows of `seq_len`, without temporaries."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     parameters = sum(p.numel() * p.element_size() for p in build_meta_decoder(config).parameters())
 
-    def kept(n_layers: int) -> int:
+    def saved(n_layers: int) -> int:
         model = build_meta_decoder(replace(config, n_layers=n_layers))
         with FakeTensorMode(allow_non_fake_inputs=True):
             return saved_activation_bytes(model.to_empty(device="cpu"), batch_size, seq_len, precision)
 
     if activation_checkpointing:
-        # a block's input for each block, and everything of the one block that is being recomputed
-        activations = kept(1) + (config.n_layers - 1) * batch_size * seq_len * config.dim * 4
+        # the input of each block, and all activations of the one block that is being recomputed
+        activations = saved(1) + (config.n_layers - 1) * batch_size * seq_len * config.dim * 4
     else:
-        activations = kept(config.n_layers)
+        activations = saved(config.n_layers)
     logits = min(chunk_size, batch_size * seq_len) * config.vocab_size * 4
     return MemoryEstimate(parameters, parameters, 2 * parameters, activations, logits)
 
 
 def saved_activation_bytes(model: Decoder, batch_size: int, seq_len: int, precision: str = "fp32") -> int:
-    """Bytes that a forward pass and its loss keep for the backward pass, besides the weights."""
+    """Return the bytes that a forward pass and its loss save for the backward pass, without weights."""
     own = {_storage_id(p) for p in model.parameters()}
     kept: dict[int, Tensor] = {}  # the tensors stay alive, so that no two storages have one address
 

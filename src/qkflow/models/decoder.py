@@ -1,9 +1,9 @@
-"""A pre-norm decoder whose blocks take any registered attention."""
+"""A pre-norm transformer (decoder, or encoder with `causal=False`) with any registered attention."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qkflow.attention import Attention, KVCache
-from qkflow.attention.couplings.base import check_not_offloaded
+from qkflow.attention.attention import attention_layers
 from qkflow.attention.init import ParamSampler, copy_into, initialize
 from qkflow.attention.masks import Mask
+from qkflow.attention.projections import check_not_offloaded
 from qkflow.attention.rope import Rotation
 from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
-from qkflow.models.kernels import RMSNorm, swiglu
 from qkflow.models.slow_path.cache import SlowPathCache
 from qkflow.models.slow_path.path import SlowPath
 
@@ -34,8 +34,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden_dim, dim, bias=False, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.gelu(self.up(x)) if self.gate is None else swiglu(self.gate(x), self.up(x))
-        out: Tensor = self.down(inner)
+        hidden = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(hidden)
         return out
 
     def init_parameters(self, sampler: ParamSampler) -> None:
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_idx: int, **factory_kwargs: Any) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
         self.attention = Attention(
             config.dim,
             config.n_heads,
@@ -61,10 +61,11 @@ class Block(nn.Module):
             layer_idx=layer_idx,
             n_layers=config.n_layers,
             init=config.init,
+            causal=config.causal,
             **{f.name: getattr(config.attention, f.name) for f in dataclasses.fields(config.attention)},
             **factory_kwargs,
         )
-        self.feed_forward_norm = RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
         self.feed_forward = FeedForward(
             config.dim, config.resolved_hidden_dim, config.feed_forward, **factory_kwargs
         )
@@ -99,20 +100,24 @@ class Decoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
         self.activation_checkpointing = (
             False  # trade time for memory: recompute each block in the backward pass
         )
         # from a tensor, so that it is drawn once, by its start, and not before by PyTorch's default
-        blank = torch.empty(config.vocab_size, config.dim, **where)
+        blank = torch.empty(config.vocab_size, config.dim, **factory_kwargs)
         self.embedding = nn.Embedding.from_pretrained(blank, freeze=False)
-        self.blocks = nn.ModuleList(Block(config, layer, **where) for layer in range(config.n_layers))
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps, **where)
-        self.head = (
-            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False, **where)
+        self.blocks = nn.ModuleList(
+            Block(config, layer, **factory_kwargs) for layer in range(config.n_layers)
         )
-        self.slow = build_slow_path(config, **where)
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(config.dim, config.vocab_size, bias=False, **factory_kwargs)
+        )
+        self.slow = build_slow_path(config, **factory_kwargs)
         initialize(self, config.init, seed=seed, n_layers=config.n_layers)
 
     def forward(
@@ -124,9 +129,12 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         caches: list[KVCache | SlowPathCache] | None = None,
     ) -> Tensor:
-        """Hidden states (B, T, width) of token ids (B, T), after the last norm; see `logits`."""
+        """Return hidden states (B, T, dim) of token ids (B, T), after the last norm; see `logits`."""
         if ids.dim() != 2:
-            raise InputError(f"a decoder takes token ids of shape (batch, tokens), not {tuple(ids.shape)}")
+            raise InputError(
+                f"token ids must have the shape (batch, tokens), not {tuple(ids.shape)}",
+                code="token-ids-shape",
+            )
         return self.forward_embeddings(
             self.embedding(ids),
             positions=positions,
@@ -144,14 +152,16 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         caches: list[KVCache | SlowPathCache] | None = None,
     ) -> Tensor:
-        """The same from token embeddings (B, T, width), for those who ask what a token's embedding does."""
+        """Return hidden states of token embeddings (B, T, dim), e.g. for attributions."""
         length = x.shape[1]
-        past = caches[0].length if caches else 0
+        past_length = caches[0].length if caches else 0
         first: Attention = self.blocks[0].attention  # type: ignore[assignment]
-        rotation = first.make_rotation(x, positions, document_ids, past)
-        mask = first.make_mask(length, past + length, attention_mask, document_ids, x.device, x.shape[0])
+        rotation = first.make_rotation(x, positions, document_ids, past_length)
+        mask = first.make_mask(
+            length, past_length + length, attention_mask, document_ids, x.device, x.shape[0]
+        )
         if self.slow is not None:
-            heard = self.slow(
+            slow_output = self.slow(
                 x,
                 attention_mask=attention_mask,
                 document_ids=document_ids,
@@ -159,7 +169,7 @@ class Decoder(nn.Module):
             )
         for layer, block in enumerate(self.blocks):
             if self.slow is not None:
-                x = self.slow.inject(x, heard, layer)
+                x = self.slow.inject(x, slow_output, layer)
             if self.activation_checkpointing and self.training and caches is None:
                 x = checkpoint(block, x, rotation, mask, use_reentrant=False)
             else:
@@ -168,7 +178,7 @@ class Decoder(nn.Module):
         return out
 
     def sync_config(self) -> None:
-        """Have the config say what the couplings are by now: whoever saves it must be able to build this."""
+        """Update the config to the current couplings, so that the model can be rebuilt from it."""
         attention: Attention = self.blocks[0].attention  # type: ignore[assignment]
         slow = self.config.slow
         if self.slow is not None and slow is not None:
@@ -182,23 +192,30 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The matrix (V, width) that turns hidden states into logits."""
+        """The output matrix (V, dim)."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (…, V) of hidden states (…, dim)."""
         if self.head is not None:
             out: Tensor = self.head(hidden)
             return out
-        check_not_offloaded(self.embedding.weight, hidden, module_class="QKFlowForCausalLM")
+        check_not_offloaded(self.embedding.weight, hidden, "QKFlowForCausalLM")
         return F.linear(hidden, self.embedding.weight)
 
+    def prepare_for_inference(self) -> Self:
+        """Prepare every attention layer (see `Attention.prepare_for_inference`); undone by `.train()`."""
+        for layer in attention_layers(self):
+            layer.prepare_for_inference()
+        return self
+
     def new_caches(self, batch_size: int, capacity: int) -> list[KVCache | SlowPathCache]:
-        """One empty cache a layer, and after them the slow path's if there is one."""
+        """Return one empty cache per layer, and the cache of the slow path last, if there is one."""
         paths = [*(block.attention for block in self.blocks), *([self.slow] if self.slow is not None else [])]
         return [path.new_cache(batch_size, capacity) for path in paths]  # type: ignore[operator, union-attr]
 
     def init_parameters(self, sampler: ParamSampler) -> None:
-        # tied, the embedding is also the output matrix, whose fan-in is the width
+        # tied, the embedding is also the output matrix, whose fan-in is dim
         weight = self.embedding.weight
         copy_into(weight, sampler.matrix("embedding.weight", weight.shape, self.config.dim))
         if self.head is not None:

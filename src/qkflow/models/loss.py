@@ -1,12 +1,12 @@
-"""Cross-entropy that never holds all logits.
+"""Cross-entropy of a linear output layer without holding all logits.
 
-The logits of a language model are its largest tensor by far: tokens × vocabulary. Here they exist for a chunk
-of tokens at a time. Each chunk's share of the gradient is computed at once, while its logits are still in the
-cache, so that nothing of size tokens × vocabulary is kept for the backward pass or computed twice.
+The logits of a language model are its largest tensor: tokens × vocabulary. Here they exist for one chunk of
+tokens at a time. The gradient of a chunk is computed at once, while its logits are still in the CPU cache, so
+nothing of that size is saved for the backward pass or computed twice.
 
-With E = exp(logits − max), s = its row sums and y the targets, a token's loss is log s + max − logit_y, and
-the gradient with respect to its logits (E − s·onehot(y)) / s. Dividing by s is left to the narrow factors
-(the hidden states), so that the wide matrix is passed over as little as possible.
+With E = exp(logits − max), s = its row sums and y the targets, the loss of a token is log s + max − logit_y,
+and the gradient of its logits (E − s·onehot(y)) / s. The division by s is applied to the hidden states, which
+are narrower than the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from qkflow.attention.projections import is_autocast_enabled
 
-CHUNK_SIZE = 512  # tokens: their logits fit the cache, and the matrix products still run at full speed
+CHUNK_SIZE = 512  # tokens: their logits fit the CPU cache, and matmuls still run at full speed
 IGNORE_INDEX = -100
 Reduction = Literal["mean", "sum"]
 
@@ -34,11 +34,11 @@ def linear_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
-    """Cross-entropy of the logits `hidden @ weight.T` against `targets`.
+    """Return the cross-entropy of the logits `hidden @ weight.T` against `targets`.
 
-    hidden     (…, width), weight (V, width), targets (…) of token ids; `ignore_index` ones do not count
-    reduction  the mean over the tokens that count, or their sum
-    chunk      tokens whose logits exist at one time
+    hidden      (…, dim), weight (V, dim), targets (…) of token ids; `ignore_index` is ignored
+    reduction   mean over the counted tokens, or their sum
+    chunk_size  tokens whose logits exist at one time
     """
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if is_autocast_enabled(hidden):
@@ -61,7 +61,7 @@ def linear_cross_entropy_reference(
     reduction: Reduction = "mean",
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """The textbook form, with all logits at once."""
+    """Return the loss in the textbook form, with all logits at once."""
     logits = F.linear(hidden, weight).flatten(0, -2)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(exact, targets.reshape(-1), reduction=reduction, ignore_index=ignore_index)
@@ -106,13 +106,13 @@ def _chunked_loss_and_grads(
     chunk_size: int,
     needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The loss, and the gradients of hidden and weight where they are needed."""
+    """Return the loss and the gradients of hidden and weight where they are needed."""
     exact = torch.promote_types(hidden.dtype, torch.float32)  # of sums and of the loss
     counted = (targets != ignore_index)[:, None]
-    targets = targets[:, None].masked_fill(~counted, 0)  # any other number outside the vocabulary is an error
+    targets = targets[:, None].masked_fill(~counted, 0)
     shares = counted.to(exact)  # of each token in the loss
     if reduction == "mean":
-        shares /= counted.sum().clamp(min=1)  # where none counts, the loss and its gradient are zero
+        shares /= counted.sum().clamp(min=1)  # no counted token: zero loss
     grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
     grad_weight = torch.zeros_like(weight, dtype=exact) if needs_grad[1] else None
     total = torch.zeros((), dtype=exact, device=hidden.device)
@@ -125,7 +125,7 @@ def _chunked_loss_and_grads(
         expected = logits.gather(1, target)
         e = logits.sub_(top).exp_()
         norm = e.sum(dim=1, keepdim=True)
-        # where(): a token that does not count adds nothing even if its loss is not finite
+        # where(): an ignored token adds nothing even if its loss is not finite
         total += torch.where(counted[rows], (norm.log() + top - expected) * share, 0).sum()
         if grad_hidden is None and grad_weight is None:
             continue

@@ -1,4 +1,4 @@
-"""Named sizes. The published ones are fitted to the parameter counts of arXiv 2604.01683."""
+"""Named model sizes. The published ones are fitted to the parameter counts of arXiv 2604.01683."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Preset:
     dim: int
     n_heads: int
     feed_forward: str
-    vocab_size: int  # used where no tokenizer says otherwise
+    vocab_size: int  # default without a tokenizer
     description: str
 
 
@@ -30,7 +30,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str, **overrides: Any) -> ModelConfig:
-    """The config of a named size, with any field changed, e.g. `preset("tiny", vocab_size=512)`."""
+    """Return the config of a named size with overrides, e.g. `preset("tiny", vocab_size=512)`."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     chosen = PRESETS[name]

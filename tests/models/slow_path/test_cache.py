@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_errors import raises_code
 from torch import Tensor
 
+from input_errors import raises_code
 from qkflow.attention import couplings, merge, scorings
 from qkflow.attention.kv_cache import KVCache
 from qkflow.models import Decoder, ModelConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from input_errors import raises_code
 
+from input_errors import raises_code
 from qkflow.models.slow_path.gate import Gate
 from qkflow.roles import parameter_roles
 

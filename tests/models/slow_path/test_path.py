@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_errors import raises_code
 from torch import Tensor
 
+from input_errors import raises_code
 from qkflow.attention import couplings, scorings
 from qkflow.models import Decoder, ModelConfig
 from qkflow.models.slow_path import path

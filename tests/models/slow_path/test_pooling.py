@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from input_errors import raises_code
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from input_errors import raises_code
 from qkflow.attention.masks import build_mask
 from qkflow.models.slow_path.pooling import (
     BlockPooling,

@@ -1,7 +1,8 @@
-"""Couplings: what happens to a token's query and key between projection and score. One file each.
+"""Couplings: maps of a token's query and key between projection and scoring. One file each.
 
-To add one, copy `drift.py`, change the mathematics and the name: the registry finds the file, and the
-contract suite, the command line, the comparison, the benchmark and the report take it from there.
+`base` is the contract, `layers` has building blocks, `low_rank` the exact fast form of euler and leapfrog. To
+add a coupling, copy `drift.py` and change the equation and the name: the registry finds the file, and the
+contract suite, the command line, comparisons, benchmarks, probes and reports use it.
 """
 
 from qkflow.attention.couplings.base import Coupling, build, check, get, names, options

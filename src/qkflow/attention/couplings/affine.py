@@ -1,23 +1,21 @@
-"""Invertible affine coupling in the manner of RealNVP, identity at the start."""
+"""Invertible affine coupling in the manner of RealNVP, identity at init."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.attention.couplings.affine_step import Network, affine_step
-from qkflow.attention.couplings.at_rest import AtRest, affine_at_rest
-from qkflow.attention.couplings.base import (
-    Coupling,
-    FactoryKwargs,
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
+from qkflow.attention.couplings.layers import (
     HeadNetworks,
     check_steps,
     group_mean,
-    register,
+    heads_first,
     repeat_keys,
+    tokens_first,
 )
-from qkflow.attention.heads import HeadShapes
-from qkflow.attention.projections import FactorizedQK
+from qkflow.attention.projections import HeadShapes
 from qkflow.errors import InputError
 
 
@@ -25,9 +23,9 @@ from qkflow.errors import InputError
 class Affine(Coupling):
     """k ← k⊙exp(s₁(q)) + t₁(q) ; q ← q⊙exp(s₂(k)) + t₂(k), n times.
 
-    s = bound·tanh(·) keeps the scale within e^±bound. The conditioners' last layers start at zero, so that
-    the map starts as the identity; it has an exact inverse. Grouped heads: a key takes the mean of what its
-    group's queries say, every query takes its group's key.
+    s = bound·tanh(·) keeps the scale within e^±bound. The last layers of the conditioners are zero at init,
+    so the map starts as the identity. It has an exact inverse. Grouped heads: a key uses the mean of its
+    group's conditioner outputs, every query uses its group's key.
     """
 
     name = "affine"
@@ -39,11 +37,10 @@ class Affine(Coupling):
         "a model that is already trained: it starts as the identity; composes with differential scoring"
     )
     identity_at_init = True
-    invertible = True
 
     def __init__(
         self,
-        heads: HeadShapes,
+        head_shapes: HeadShapes,
         factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
@@ -52,38 +49,61 @@ class Affine(Coupling):
         shared: bool = False,
         bias: bool = False,
     ) -> None:
-        super().__init__(heads)
+        super().__init__(head_shapes)
         if not 0 < bound < float("inf"):
-            raise InputError(f"the bound of the affine scale must be a positive number, not {bound}")
+            raise InputError(f"bound must be a positive number, not {bound}", code="bad-bound")
         self.steps = check_steps(steps)
         self.bound = bound
-        size = heads.head_dim
-        shape = {"out_dim": 2 * size, "shared": shared, "bias": bias, "zero_output": True}
-        self.from_query = HeadNetworks(heads.n_q, size, hidden_dim, factory_kwargs, **shape)  # type: ignore[arg-type]
-        self.from_key = HeadNetworks(heads.n_q, size, hidden_dim, factory_kwargs, **shape)  # type: ignore[arg-type]
 
-    def _split(self, raw: Tensor) -> tuple[Tensor, Tensor]:
-        scale, shift = raw.chunk(2, dim=-1)
-        return self.bound * torch.tanh(scale), shift
+        def conditioner() -> HeadNetworks:
+            n_q, head_dim = head_shapes.n_q, head_shapes.head_dim
+            return HeadNetworks(
+                n_q,
+                head_dim,
+                hidden_dim,
+                factory_kwargs,
+                out_dim=2 * head_dim,
+                shared=shared,
+                bias=bias,
+                zero_output=True,
+            )
 
-    def _for_key(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return self._split(group_mean(self.from_query(q), self.head_shapes.group_size))
+        self.from_query, self.from_key = conditioner(), conditioner()
 
-    def _for_query(self, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self._split(self.from_key(repeat_keys(k, self.head_shapes.group_size)))
+    @property
+    def invertible(self) -> bool:
+        return True
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        from_query, from_key = (Network.of(part, q.dtype) for part in (self.from_query, self.from_key))
+        batch_and_length = q.shape[:2]
+        q, k = heads_first(q), heads_first(k)
         for _ in range(self.steps):
-            q, k = affine_step(q, k, from_query, from_key, self.bound)
-        return q, k
+            k = self._transform(k, q, self.from_query)
+            q = self._transform(q, k, self.from_key)
+        return tokens_first(q, batch_and_length), tokens_first(k, batch_and_length)
 
-    def at_rest(self, qk: FactorizedQK) -> AtRest:
-        return affine_at_rest(self, qk)
+    def _transform(self, target: Tensor, source: Tensor, conditioner: HeadNetworks) -> Tensor:
+        """Return target⊙exp(s) + t, with (s, t) from the source; both are (heads, N, D).
 
-    def idle(self) -> bool:
-        said = [p for network in (self.from_query, self.from_key) for p in (network.w2, network.b2)]
-        return not any(bool(p.any()) for p in said if p is not None)
+        The networks that condition one target are one matmul: their latents are stacked, so that no
+        output wider than the target is formed.
+        """
+        force = conditioner.as_force()
+        n_targets, dtype = len(target), target.dtype
+        n_networks, r, head_dim = force.w1.shape
+        w1 = force.w1.reshape(len(source), -1, head_dim).to(dtype)
+        u = torch.bmm(w1, source.transpose(1, 2)).view(n_networks, r, source.shape[1])
+        rows = force.w2.transpose(1, 2)
+        if force.b1 is not None and force.b2 is not None:
+            u = u + force.b1.unsqueeze(-1).to(dtype)
+            rows = torch.cat((rows, force.b2.unsqueeze(1)), dim=1)
+        latents = F.silu(u)
+        if force.b2 is not None:  # one more latent, always 1, multiplies the bias
+            latents = torch.cat((latents, torch.ones_like(u[:, :1])), dim=1)
+        latents = latents.unflatten(0, (n_targets, -1)).flatten(1, 2)
+        rows = rows.reshape(n_targets, -1, rows.shape[-1]).to(dtype) * (n_targets / n_networks)
+        s, t = torch.bmm(latents.transpose(1, 2), rows).chunk(2, dim=-1)
+        return torch.addcmul(t, target, torch.exp(self.bound * torch.tanh(s)))
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
@@ -101,11 +121,22 @@ class Affine(Coupling):
             k = (k - shift) * torch.exp(-scale)
         return q, k
 
-    def extra_parameters(self) -> int:
-        return self.from_query.n_params() + self.from_key.n_params()
+    def _for_key(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return self._scale_and_shift(group_mean(self.from_query(q), self.head_shapes.group_size))
+
+    def _for_query(self, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self._scale_and_shift(self.from_key(repeat_keys(k, self.head_shapes.group_size)))
+
+    def _scale_and_shift(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        scale, shift = output.chunk(2, dim=-1)
+        return self.bound * torch.tanh(scale), shift
+
+    def is_identity(self) -> bool:
+        outputs = [p for network in (self.from_query, self.from_key) for p in (network.w2, network.b2)]
+        return not any(bool(p.any()) for p in outputs if p is not None)
 
     def extra_flops(self) -> int:
         hidden = self.from_query.hidden_dim
-        spoken = hidden + (self.from_query.b2 is not None)
-        per_head = 2 * self.head_shapes.head_dim * (hidden + 2 * spoken)
+        latents = hidden + (self.from_query.b2 is not None)
+        per_head = 2 * self.head_shapes.head_dim * (hidden + 2 * latents)
         return 2 * self.steps * self.head_shapes.n_q * per_head

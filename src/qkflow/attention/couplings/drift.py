@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from qkflow.attention.couplings.at_rest import AtRest, drift_at_rest
-from qkflow.attention.couplings.base import (
-    Coupling,
-    FactoryKwargs,
-    StepSize,
-    add_drift,
-    check_steps,
-    register,
-    repeat_keys,
-)
-from qkflow.attention.heads import HeadShapes
-from qkflow.attention.projections import FactorizedQK
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, PreparedQK, register
+from qkflow.attention.couplings.layers import StepSize, add_drift, check_steps, repeat_keys
+from qkflow.attention.projections import FactorizedQK, HeadShapes, stack_linear
 
 
 @register
 class Drift(Coupling):
     """q ← q + Δ·k, n times; k stays.
 
-    Linear, so it folds into the projection (W_Q + nΔ·W_K per head): a model trained with it exports as a
-    plain standard transformer. It puts a symmetric, positive part into the score, so that a token looks
-    for tokens like itself.
+    The map is linear, so it merges into the projection (W_Q + nΔ·W_K per head): a model trained with it
+    exports as a plain standard transformer. It adds a symmetric, positive part to the score, so that a token
+    attends to tokens like itself.
     """
 
     name = "drift"
     equation = "q ← q + Δ·k"
     citation = "qkflow; the linear part of Gahtan & Bronstein 2026, arXiv 2604.01683"
     good_for = "the gain of a coupling at no cost: merge() folds it into W_Q"
-    invertible = True
 
     def __init__(
         self,
-        heads: HeadShapes,
+        head_shapes: HeadShapes,
         factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
@@ -44,9 +34,13 @@ class Drift(Coupling):
         learn_step: bool = True,
         step_per: str = "head",
     ) -> None:
-        super().__init__(heads)
+        super().__init__(head_shapes)
         self.steps = check_steps(steps)
-        self.step = StepSize(heads.n_q, step, learn_step, step_per, factory_kwargs)
+        self.step = StepSize(head_shapes.n_q, step, learn_step, step_per, factory_kwargs)
+
+    @property
+    def invertible(self) -> bool:
+        return True
 
     @property
     def symplectic(self) -> bool:
@@ -54,17 +48,6 @@ class Drift(Coupling):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return add_drift(q, k, self.steps * self.step.per_head()), k
-
-    def together(self, x: Tensor, qk: FactorizedQK) -> tuple[Tensor, Tensor]:
-        few = x.shape[0] * x.shape[1] < qk.q.out_features
-        if few or not self.multiplies(qk):
-            return super().together(x, qk)  # few tokens do not pay for a sum of weights
-        weight, bias = qk.drifted_query_projection(self.steps * self.step.per_head())
-        q = F.linear(x, weight, bias).unflatten(-1, (self.head_shapes.n_q, self.head_shapes.head_dim))
-        return q, qk.project_keys(x)
-
-    def at_rest(self, qk: FactorizedQK) -> AtRest:
-        return drift_at_rest(self, qk)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         delta = self.step.per_head()[:, None]
@@ -75,8 +58,18 @@ class Drift(Coupling):
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return add_drift(q, k, -self.steps * self.step.per_head()), k
 
-    def extra_parameters(self) -> int:
-        return self.step.n_params()
+    def is_identity(self) -> bool:
+        return not bool(self.step.value.any())
 
-    def take_linear_drift(self) -> Tensor:
+    def linear_drift(self) -> Tensor:
         return self.steps * self.step.per_head().detach()
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        return {"step_size": self.step.per_head().detach()}
+
+    def prepare_for_inference(self, qk: FactorizedQK) -> PreparedQK:
+        """Put the drift into the query projection; nothing is left to do."""
+        with torch.no_grad():
+            drifted = qk.drifted_query_projection(self.linear_drift())
+            weight, bias = stack_linear([drifted, (qk.k.weight, qk.k.bias)])
+        return PreparedQK(self.head_shapes, weight, bias)

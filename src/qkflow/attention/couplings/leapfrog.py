@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.attention.couplings.base import (
-    FactoryKwargs,
+from qkflow.attention.couplings.base import FactoryKwargs, register
+from qkflow.attention.couplings.layers import (
     HeadNetworks,
+    LowRankForce,
     StepSize,
+    check_hidden_dim,
     group_mean,
-    register,
     repeat_keys,
 )
-from qkflow.attention.couplings.euler import network_force
-from qkflow.attention.couplings.latent import Force, LatentCoupling
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.couplings.low_rank import LowRankCoupling
 from qkflow.attention.init import ParamSampler, copy_into
+from qkflow.attention.projections import HeadShapes
 from qkflow.errors import InputError
 
 
 @register
-class Leapfrog(LatentCoupling):
+class Leapfrog(LowRankCoupling):
     """k½ = k + (Δ/2)·f(q) ; q ← q + Δ·k½ ; k ← k½ + (Δ/2)·f(q), n times.
 
-    With `conservative`, f = −∇V for V(q) = Σ wᵢ·softplus(W1·q + b1)ᵢ: the map is then symplectic
-    (JᵀΩJ = Ω) and H = ½‖k‖² + V(q) drifts by O(Δ²) only.
+    With `conservative`, f = −∇V for V(q) = Σ wᵢ·softplus(W1·q + b1)ᵢ. The map is then symplectic
+    (JᵀΩJ = Ω) and H = ½‖k‖² + V(q) drifts by O(Δ²) only. `low_rank` has the fast form.
     """
 
     name = "leapfrog"
@@ -34,12 +35,11 @@ class Leapfrog(LatentCoupling):
     good_for = (
         "an invertible, volume-preserving coupling; conservative=true when energy should mean something"
     )
-    invertible = True
     scheme = "leapfrog"
 
     def __init__(
         self,
-        heads: HeadShapes,
+        head_shapes: HeadShapes,
         factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
@@ -50,45 +50,32 @@ class Leapfrog(LatentCoupling):
         shared: bool = False,
         bias: bool = False,
         conservative: bool = False,
-        folded: bool = False,
     ) -> None:
-        super().__init__(
-            heads, steps, StepSize(heads.n_q, step, learn_step, step_per, factory_kwargs), folded
-        )
+        n_q, head_dim = head_shapes.n_q, head_shapes.head_dim
+        super().__init__(head_shapes, steps, StepSize(n_q, step, learn_step, step_per, factory_kwargs))
         self.conservative = conservative
-        self.network: HeadNetworks | HeadPotentials
-        if conservative:
-            self.network = HeadPotentials(
-                heads.n_q, heads.head_dim, hidden_dim, factory_kwargs, shared=shared, bias=bias
-            )
-        else:
-            self.network = HeadNetworks(
-                heads.n_q, heads.head_dim, hidden_dim, factory_kwargs, shared=shared, bias=bias
-            )
+        kind = HeadPotentials if conservative else HeadNetworks
+        self.network: HeadNetworks | HeadPotentials = kind(
+            n_q, head_dim, hidden_dim, factory_kwargs, shared=shared, bias=bias
+        )
+
+    @property
+    def invertible(self) -> bool:
+        return True
 
     @property
     def symplectic(self) -> bool:
         # grouped queries share one key, so they are not pairs of a phase space
         return self.conservative and self.head_shapes.group_size == 1
 
-    def force(self) -> Force:
-        if isinstance(self.network, HeadPotentials):
-            return self.network.as_force()
-        return network_force(self.network)
-
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        if self.folded:
-            q = q - self.steps * self.step.per_head()[:, None] * repeat_keys(k, self.head_shapes.group_size)
-        return self._integrate(q, k, self.step.per_head())
+        return self._integrate_textbook(q, k, self.step.per_head())
 
     def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Time runs backwards: the scheme is symmetric, so −Δ undoes Δ exactly."""
-        q, k = self._integrate(q, k, -self.step.per_head())
-        if self.folded:
-            q = q + self.steps * self.step.per_head()[:, None] * repeat_keys(k, self.head_shapes.group_size)
-        return q, k
+        """Return the preimage. The scheme is time-symmetric, so −Δ undoes Δ exactly."""
+        return self._integrate_textbook(q, k, -self.step.per_head())
 
-    def _integrate(self, q: Tensor, k: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    def _integrate_textbook(self, q: Tensor, k: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         group, delta = self.head_shapes.group_size, delta[:, None]
         for _ in range(self.steps):
             k = k + group_mean(delta / 2 * self.network(q), group)
@@ -97,14 +84,17 @@ class Leapfrog(LatentCoupling):
         return q, k
 
     def energy(self, q: Tensor, k: Tensor) -> Tensor:
-        """H = ½‖k‖² + V(q) of each token and head (B, T, H); conservative form only."""
+        """Return H = ½‖k‖² + V(q) of each token and head (B, T, H); conservative form only."""
         if not isinstance(self.network, HeadPotentials):
-            raise InputError("only a conservative leapfrog has an energy: build it with conservative=true")
+            raise InputError(
+                "only a conservative leapfrog has an energy: build it with conservative=true",
+                code="not-conservative",
+            )
         return 0.5 * repeat_keys(k, self.head_shapes.group_size).square().sum(-1) + self.network.potential(q)
 
 
 class HeadPotentials(nn.Module):
-    """V(q) = Σ wᵢ·softplus(W1·q + b1)ᵢ, whose force −∇V = −W1ᵀ·(w ⊙ sigmoid(W1·q + b1)) is low-rank too."""
+    """V(q) = Σ wᵢ·softplus(W1·q + b1)ᵢ per head, with the force −∇V = −W1ᵀ·(w ⊙ sigmoid(W1·q + b1))."""
 
     def __init__(
         self,
@@ -117,8 +107,7 @@ class HeadPotentials(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if hidden_dim < 1:
-            raise InputError(f"the hidden size of a coupling network must be at least 1, not {hidden_dim}")
+        check_hidden_dim(hidden_dim)
         count = 1 if shared else n_heads
         self.n_heads, self.hidden_dim = n_heads, hidden_dim
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, head_dim, **factory_kwargs))
@@ -126,27 +115,24 @@ class HeadPotentials(nn.Module):
         self.b1 = nn.Parameter(torch.empty(count, hidden_dim, **factory_kwargs)) if bias else None
 
     def _latent(self, q: Tensor) -> Tensor:
-        w1 = self.w1.expand(self.n_heads, -1, -1)
-        u = torch.einsum("bthd,hrd->bthr", q, w1)
+        u = torch.einsum("bthd,hrd->bthr", q, self.w1.expand(self.n_heads, -1, -1))
         return u if self.b1 is None else u + self.b1
 
     def potential(self, q: Tensor) -> Tensor:
-        return (self.weight * nn.functional.softplus(self._latent(q))).sum(-1)
+        """Return V (B, T, H)."""
+        return (self.weight * F.softplus(self._latent(q))).sum(-1)
 
     def forward(self, q: Tensor) -> Tensor:
-        """The force −∇V, in textbook form."""
-        pull = self.weight * torch.sigmoid(self._latent(q))
-        return -torch.einsum("bthr,hrd->bthd", pull, self.w1.expand(self.n_heads, -1, -1))
+        """Return the force −∇V (B, T, H, D), in the textbook form."""
+        slope = self.weight * torch.sigmoid(self._latent(q))
+        return -torch.einsum("bthr,hrd->bthd", slope, self.w1.expand(self.n_heads, -1, -1))
 
-    def as_force(self) -> Force:
-        w1 = self.w1.expand(self.n_heads, -1, -1)
-        w2 = -(self.weight.unsqueeze(-1) * self.w1).transpose(1, 2).expand(self.n_heads, -1, -1)
-        b1 = None if self.b1 is None else self.b1.expand(self.n_heads, -1)
-        return Force(w1, w2, b1, None, "sigmoid")
-
-    def n_params(self) -> int:
-        count, hidden, size = self.w1.shape
-        return count * hidden * (size + 1 + (self.b1 is not None))
+    def as_force(self) -> LowRankForce:
+        """Return the force of all heads in factorized form."""
+        w2 = -(self.weight.unsqueeze(-1) * self.w1).transpose(1, 2)
+        n = self.n_heads
+        b1 = None if self.b1 is None else self.b1.expand(n, -1)
+        return LowRankForce(self.w1.expand(n, -1, -1), w2.expand(n, -1, -1), b1, activation="sigmoid")
 
     def init_parameters(self, sampler: ParamSampler) -> None:
         copy_into(self.w1, sampler.matrix("w1", self.w1.shape, self.w1.shape[-1]))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qkflow.attention.couplings.at_rest import AtRest, plain
-from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
-from qkflow.attention.heads import HeadShapes
-from qkflow.attention.projections import FactorizedQK
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, PreparedQK, register
+from qkflow.attention.projections import FactorizedQK, HeadShapes, stack_linear
 
 
 @register
@@ -19,10 +17,13 @@ class NoCoupling(Coupling):
     citation = "Vaswani et al. 2017, arXiv 1706.03762"
     good_for = "the baseline"
     identity_at_init = True
-    invertible = True
 
-    def __init__(self, heads: HeadShapes, factory_kwargs: FactoryKwargs) -> None:
-        super().__init__(heads)
+    def __init__(self, head_shapes: HeadShapes, factory_kwargs: FactoryKwargs) -> None:
+        super().__init__(head_shapes)
+
+    @property
+    def invertible(self) -> bool:
+        return True
 
     @property
     def symplectic(self) -> bool:
@@ -31,17 +32,11 @@ class NoCoupling(Coupling):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
-    def from_input(self, x: Tensor, qk: FactorizedQK, in_midst: bool = False) -> tuple[Tensor, Tensor]:
-        return qk(x, x)
+    reference = inverse = forward
 
-    def at_rest(self, qk: FactorizedQK) -> AtRest:
-        return AtRest(*plain(qk))
-
-    def idle(self) -> bool:
+    def is_identity(self) -> bool:
         return True
 
-    def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q, k
-
-    def inverse(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q, k
+    def prepare_for_inference(self, qk: FactorizedQK) -> PreparedQK:
+        weight, bias = stack_linear([(qk.q.weight, qk.q.bias), (qk.k.weight, qk.k.bias)])
+        return PreparedQK(self.head_shapes, weight, bias)

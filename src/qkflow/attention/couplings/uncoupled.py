@@ -1,4 +1,4 @@
-"""The control: queries and keys evolve, but apart, with as many parameters as the coupling."""
+"""The control: queries and keys evolve separately, with as many parameters as the coupling."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.attention.couplings.base import (
-    Coupling,
-    FactoryKwargs,
-    HeadNetworks,
-    StepSize,
-    check_steps,
-    register,
-)
-from qkflow.attention.couplings.fused import add_low_rank, enter
-from qkflow.attention.heads import HeadShapes
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
+from qkflow.attention.couplings.layers import HeadNetworks, StepSize, check_steps, heads_first
+from qkflow.attention.couplings.low_rank import add_low_rank
+from qkflow.attention.projections import HeadShapes
 
 
 @register
 class Uncoupled(Coupling):
     """q ← q + Δ·g(q) ; k ← k + Δ·h(k), n times.
 
-    g and h share out the parameters of f: with as many key heads as query heads, each has half its width.
+    g and h share the parameter count of f: with as many key heads as query heads, each has half its width.
     """
 
     name = "uncoupled"
@@ -32,7 +26,7 @@ class Uncoupled(Coupling):
 
     def __init__(
         self,
-        heads: HeadShapes,
+        head_shapes: HeadShapes,
         factory_kwargs: FactoryKwargs,
         *,
         steps: int = 1,
@@ -43,20 +37,16 @@ class Uncoupled(Coupling):
         shared: bool = False,
         bias: bool = False,
     ) -> None:
-        super().__init__(heads)
+        super().__init__(head_shapes)
         self.steps = check_steps(steps)
-        queries, keys = heads.n_q, heads.n_k
-        matched = max(1, round(hidden_dim * queries / (queries + keys)))
-        self.step = StepSize(queries, step, learn_step, step_per, factory_kwargs)
-        self.query_network = HeadNetworks(
-            queries, heads.head_dim, matched, factory_kwargs, shared=shared, bias=bias
-        )
-        self.key_network = HeadNetworks(
-            keys, heads.head_dim, matched, factory_kwargs, shared=shared, bias=bias
-        )
+        n_q, n_k, head_dim = head_shapes.n_q, head_shapes.n_k, head_shapes.head_dim
+        matched = max(1, round(hidden_dim * n_q / (n_q + n_k)))
+        self.step = StepSize(n_q, step, learn_step, step_per, factory_kwargs)
+        self.query_network = HeadNetworks(n_q, head_dim, matched, factory_kwargs, shared=shared, bias=bias)
+        self.key_network = HeadNetworks(n_k, head_dim, matched, factory_kwargs, shared=shared, bias=bias)
 
     def _key_step(self) -> Tensor:
-        """Δ of each key head: its group's mean."""
+        """Return Δ of each key head: the mean of its group."""
         return self.step.per_head().view(self.head_shapes.n_k, self.head_shapes.group_size).mean(dim=1)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,29 +61,29 @@ class Uncoupled(Coupling):
             k = k + self._key_step()[:, None] * self.key_network(k)
         return q, k
 
-    def extra_parameters(self) -> int:
-        return self.query_network.n_params() + self.key_network.n_params() + self.step.n_params()
+    def diagnostics(self) -> dict[str, Tensor]:
+        return {"step_size": self.step.per_head().detach()}
 
     def extra_flops(self) -> int:
-        hidden = self.query_network.hidden_dim
-        per_head = 4 * hidden * self.head_shapes.head_dim + (self.steps - 1) * 2 * hidden * hidden
-        return (self.head_shapes.n_q + self.head_shapes.n_k) * per_head
+        hidden, shapes = self.query_network.hidden_dim, self.head_shapes
+        per_head = 4 * hidden * shapes.head_dim + (self.steps - 1) * 2 * hidden * hidden
+        return (shapes.n_q + shapes.n_k) * per_head
 
 
 def _flow(x: Tensor, network: HeadNetworks, delta: Tensor, steps: int) -> Tensor:
-    """x ← x + Δ·f(x), n times, in the r dimensions that f sees (the idea of `latent`)."""
-    w1 = network.per_head(network.w1)
-    rows = network.per_head(network.w2).transpose(1, 2) * delta[:, None, None]  # Δ·W2ᵀ
-    u = enter(x, w1)
-    if network.b1 is not None:
-        u = u + network.per_head(network.b1).unsqueeze(-1)
-    sums = F.silu(u)
-    bias = None if network.b2 is None else network.per_head(network.b2) * delta[:, None]
-    mix = w1 @ rows.transpose(1, 2)
+    """Apply x ← x + Δ·f(x) n times, in the r dimensions that f reads (as in `low_rank`)."""
+    force, dtype = network.as_force(), x.dtype
+    rows = force.w2.transpose(1, 2) * delta[:, None, None]  # Δ·W2ᵀ
+    u = torch.bmm(force.w1.to(dtype), heads_first(x).transpose(1, 2))
+    if force.b1 is not None:
+        u = u + force.b1.unsqueeze(-1).to(dtype)
+    kicks = F.silu(u)
+    bias = None if force.b2 is None else force.b2 * delta[:, None]
+    mix = (force.w1 @ rows.transpose(1, 2)).to(dtype)
     for step in range(1, steps):
-        now = torch.baddbmm(u, mix, sums)
+        moved = torch.baddbmm(u, mix, kicks)
         if bias is not None:
-            now = now + step * (w1 @ bias.unsqueeze(-1))
-        sums = sums + F.silu(now)
-    out = add_low_rank(x, sums, rows)
-    return out if bias is None else out + (steps * bias).to(out.dtype)
+            moved = moved + step * (force.w1 @ bias.unsqueeze(-1)).to(dtype)
+        kicks = kicks + F.silu(moved)
+    out = add_low_rank(x, kicks, rows.to(dtype))
+    return out if bias is None else out + (steps * bias).to(dtype)

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.attention.heads import HeadShapes
 from qkflow.attention.masks import Mask
+from qkflow.attention.projections import HeadShapes
 from qkflow.attention.registry import Registry, Spec
 
 FactoryKwargs = dict[str, Any]
 
 
 class Scoring(nn.Module):
-    """Turns coupled, rotated queries and keys and the values into what the heads gathered."""
+    """Maps rotated queries and keys and the values to the output of the heads."""
 
     name: ClassVar[str]
     equation: ClassVar[str]
@@ -29,28 +29,28 @@ class Scoring(nn.Module):
 
     @staticmethod
     def head_shapes(n_heads: int, n_kv_heads: int, head_dim: int) -> HeadShapes:
-        """The heads this scoring needs where standard attention would have `heads` of `size`."""
+        """Return the head shapes this scoring needs instead of `n_heads` standard heads of `head_dim`."""
         raise NotImplementedError
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor
     ) -> Tensor:
-        """Through the fused kernel; `x` is the layer's input, for scorings that depend on it."""
+        """Return (B, T, n_out, out_head_dim) through the fused kernel; `x` is the input of the layer."""
         raise NotImplementedError
 
     def reference(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, x: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The textbook form: the output, and the weights (B, outputs, T, S) it was gathered with."""
+        """Return the output and the attention weights (B, n_out, T, S) in the textbook form."""
         raise NotImplementedError
 
     def extra_parameters(self) -> int:
-        """Parameters of its own, besides what its heads ask of the projections."""
+        """Return the number of parameters of its own, besides those of the projections."""
         return 0
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
-    """PyTorch's fused attention on (B, T, H, D) tensors; key heads shared by contiguous groups."""
+    """Call `scaled_dot_product_attention` on (B, T, H, D) tensors; contiguous groups share a key head."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -65,7 +65,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: flo
 
 
 def attention_weights(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
-    """softmax(scale·q·kᵀ) over the visible keys: (B, H, T, S)."""
+    """Return softmax(scale·q·kᵀ) over the unmasked keys: (B, H, T, S)."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
     visible = mask.to_bool(q.shape[1], k.shape[1], q.device)
@@ -73,7 +73,7 @@ def attention_weights(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
 
 
 def weighted_sum(weight: Tensor, v: Tensor) -> Tensor:
-    """Weights (B, H, T, S) times values (B, S, Gv, Dv): (B, T, H, Dv)."""
+    """Return weights (B, H, T, S) times values (B, S, Gv, Dv): (B, T, H, Dv)."""
     v = v.repeat_interleave(weight.shape[1] // v.shape[2], dim=2)
     return torch.einsum("bhts,bshd->bthd", weight, v)
 
@@ -86,6 +86,11 @@ check = _REGISTRY.check
 
 
 def build(
-    spec: str | Spec, heads: HeadShapes, dim: int, layer_idx: int, factory_kwargs: FactoryKwargs | None = None
+    spec: str | Spec,
+    head_shapes: HeadShapes,
+    dim: int,
+    layer_idx: int,
+    factory_kwargs: FactoryKwargs | None = None,
 ) -> Scoring:
-    return _REGISTRY.build(spec, heads, dim, layer_idx, factory_kwargs or {})
+    """Build a scoring from its spec."""
+    return _REGISTRY.build(spec, head_shapes, dim, layer_idx, factory_kwargs or {})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.heads import HeadShapes
 from qkflow.attention.init import ParamSampler
 from qkflow.attention.masks import Mask
+from qkflow.attention.projections import HeadShapes
 from qkflow.attention.scorings import paired
 from qkflow.attention.scorings.base import (
     FactoryKwargs,
@@ -31,13 +31,15 @@ class DifferentialV2(Scoring):
     citation = "Ye et al., differential transformer V2 (the authors' later code)"
     good_for = "differential attention at the decoding cost of the baseline's cache"
 
-    def __init__(self, heads: HeadShapes, width: int, layer: int, where: FactoryKwargs) -> None:
+    def __init__(
+        self, head_shapes: HeadShapes, dim: int, layer_idx: int, factory_kwargs: FactoryKwargs
+    ) -> None:
         super().__init__()
-        self.strength = nn.Linear(width, heads.n_out, bias=False, **where)
+        self.strength = nn.Linear(dim, head_shapes.n_out, bias=False, **factory_kwargs)
 
     @staticmethod
-    def head_shapes(heads: int, kv_heads: int, size: int) -> HeadShapes:
-        return HeadShapes(2 * heads, kv_heads, kv_heads, size, size, heads, size)
+    def head_shapes(n_heads: int, n_kv_heads: int, head_dim: int) -> HeadShapes:
+        return HeadShapes(2 * n_heads, n_kv_heads, n_kv_heads, head_dim, head_dim, n_heads, head_dim)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor
@@ -59,5 +61,5 @@ class DifferentialV2(Scoring):
     def extra_parameters(self) -> int:
         return self.strength.weight.numel()
 
-    def start_parameters(self, draw: ParamSampler) -> None:
-        draw.init_linear("strength", self.strength)
+    def init_parameters(self, sampler: ParamSampler) -> None:
+        sampler.init_linear("strength", self.strength)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qkflow.attention.heads import HeadShapes
 from qkflow.attention.masks import Mask
+from qkflow.attention.projections import HeadShapes
 from qkflow.attention.scorings.base import (
     FactoryKwargs,
     Scoring,
@@ -25,12 +25,14 @@ class Softmax(Scoring):
     citation = "Vaswani et al. 2017, arXiv 1706.03762"
     good_for = "the baseline"
 
-    def __init__(self, heads: HeadShapes, width: int, layer: int, where: FactoryKwargs) -> None:
+    def __init__(
+        self, head_shapes: HeadShapes, dim: int, layer_idx: int, factory_kwargs: FactoryKwargs
+    ) -> None:
         super().__init__()
 
     @staticmethod
-    def head_shapes(heads: int, kv_heads: int, size: int) -> HeadShapes:
-        return HeadShapes(heads, kv_heads, kv_heads, size, size, heads, size)
+    def head_shapes(n_heads: int, n_kv_heads: int, head_dim: int) -> HeadShapes:
+        return HeadShapes(n_heads, n_kv_heads, n_kv_heads, head_dim, head_dim, n_heads, head_dim)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, dropout: float, x: Tensor

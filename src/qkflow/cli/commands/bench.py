@@ -26,8 +26,8 @@ from qkflow.bench.variants import (
 from qkflow.console import emit_json, out, progress_bar
 from qkflow.errors import InputError
 from qkflow.models import Decoder
-from qkflow.models.decoding import PackedWeights
-from qkflow.models.flops import count_flops
+from qkflow.models.cost import count_flops
+from qkflow.models.cpu_decoder import PackedWeights
 from qkflow.system import collect_env, resolve_device
 
 
