@@ -51,7 +51,7 @@ def test_unlabelled_test_split_raises(tmp_path: Path) -> None:
 
 def test_rationale_outside_the_text_raises(tmp_path: Path) -> None:
     rows = [{"text": "two words", "label": "normal", "rationale_token_spans": [[1, 3]]}]
-    with pytest.raises(InputError):
+    with raises_code("rationale-mismatch"):
         load_task("hatexplain", write_hatexplain(tmp_path, rows))
 
 
