@@ -1,6 +1,6 @@
 """Task model: a small transformer that predicts a class or generates an answer.
 
-The transformer is `qkflow.models.Decoder` with a padding mask; a classifier attends in both directions. The
+The transformer is `qkflow.models.Decoder` with a padding mask; a classifier is an encoder (`causal=False`). The
 model implements the `EmbeddingClassifier` protocol of `qkflow.measures.attribution`.
 """
 
@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention import Attention
 from qkflow.measures.attention import capture_attention_inputs
 from qkflow.models import Decoder, ModelConfig
 from qkflow.models.loss import linear_cross_entropy
@@ -25,8 +24,8 @@ MAX_NEW_TOKENS = 16  # per generated answer
 class TaskModel(nn.Module):
     """Transformer read out at the last token of each example: class logits, or next-token logits.
 
-    With `n_classes` > 0 attention is bidirectional and a linear head predicts the class. With `n_classes` = 0
-    the model is a causal language model that generates the answer.
+    With `n_classes` > 0 a linear head predicts the class; the config should have `causal=False`. With
+    `n_classes` = 0 the model is a causal language model that generates the answer.
     """
 
     roles: ClassVar[dict[str, str]] = {"head": "head"}
@@ -36,9 +35,6 @@ class TaskModel(nn.Module):
         self.decoder = Decoder(config, seed=seed)
         self.head = nn.Linear(config.dim, n_classes) if n_classes else None
         if self.head is not None:
-            for module in self.decoder.modules():
-                if isinstance(module, Attention):
-                    module.causal = False
             generator = torch.Generator().manual_seed(seed)
             nn.init.normal_(self.head.weight, std=0.02, generator=generator)
             nn.init.zeros_(self.head.bias)
@@ -129,6 +125,7 @@ def build_task_model(recipe: Recipe, data: TaskData, seed: int) -> TaskModel:
         head_dim=recipe.head_dim,
         hidden_dim=recipe.hidden_dim,
         feed_forward="gelu",
+        causal=recipe.generates_answer,
     )
     return TaskModel(config, len(data.classes), seed)
 
