@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention import Attention
-from qkflow.attention.couplings.layers import StepSize
 from qkflow.models import Decoder
 
 MEASURES = ("entropy", "sink_mass", "spectral_gap", "effective_rank", "max_logit")
@@ -106,8 +105,7 @@ def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
     sigma = torch.linalg.svdvals(weights)
     gap = 1 - sigma[..., 1] / sigma[..., 0] if sigma.shape[-1] > 1 else torch.ones_like(entropy)
     rank = torch.special.entr(sigma / sigma.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
-    step = next((m for m in layer.coupling.modules() if isinstance(m, StepSize)), None)
-    diagnostics = {} if step is None else {"step_size": step.per_head()}
+    diagnostics = layer.coupling.diagnostics()
     return LayerProbe(
         entropy=entropy.mean(dim=0).tolist(),
         sink_mass=sink.mean(dim=0).tolist(),
