@@ -1,11 +1,11 @@
-"""Numbers that a change of the code must not change, and how fast two checkouts are beside each other.
+"""Regression check: record the numbers of a checkout, compare two records, time two checkouts side by side.
 
     python benchmarks/golden.py record before.json          # losses, cached logits, attached models
     python benchmarks/golden.py diff before.json after.json --rtol 1e-5
-    python benchmarks/golden.py speed ../other_checkout     # both take turns, one busy at a time
+    python benchmarks/golden.py speed ../other_checkout     # interleaved, one busy at a time
 
-Run it with PYTHONPATH=<checkout>/src. Two records of one checkout are equal bit for bit. Of a large tensor 16
-values and the root mean square are kept. What knows qkflow's API stands in the first part of this file.
+Run it with PYTHONPATH=<checkout>/src. Two records of one checkout are bit-identical. Of a large tensor, 16
+values and the root mean square are recorded. Everything that uses the API of qkflow is in the first part.
 """
 
 from __future__ import annotations
@@ -33,22 +33,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qkflow import hub
+from qkflow import hf
 from qkflow.attention import couplings, scorings
-from qkflow.attention.starts import Draw
+from qkflow.attention.init import ParamSampler
 from qkflow.models import Decoder, preset
-from qkflow.models.generate import generate, one_by_one
-from qkflow.training import Listener, RunConfig, TrainConfig, train
-from qkflow.training.parallel import Team
+from qkflow.models.generate import generate, make_decode_step
+from qkflow.training import Callback, RunConfig, TrainConfig, train
+from qkflow.training.distributed import DistContext
 from qkflow.training.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "start": "fan_in"}  # where couplings show
+SHAPE: dict[str, Any] = {
+    "n_layers": 2,
+    "dim": 64,
+    "n_heads": 4,
+    "init": "fan_in",
+}  # where couplings make a difference
 
-# ---------------------------------------------------------------- what knows qkflow and its tests
+# ---------------------------------------------------------------- the API of qkflow and its tests
 
-RENAMED: dict[str, str] = {}  # part of a parameter's name now -> in the first record; names seed numbers
-DISTURBED = (".coupling.", ".scoring.", "slow.gates.")  # in the first record's names
+RENAMED: dict[str, str] = {}  # part of a parameter name now -> in the first record; names seed the init
+DISTURBED = (".coupling.", ".scoring.", "slow.gates.")  # in the names of the first record
 COUPLINGS = [*couplings.names(), "leapfrog:n=7", "leapfrog:conservative=true"]
 VARIANTS = {
     f"{c}+{s}": dict[str, Any](coupling=c, scoring=s) for c, s in product(COUPLINGS, scorings.names())
@@ -57,22 +62,22 @@ greedy = partial(generate, temperature=0)  # of a model, a prompt and the number
 
 
 def keep_streams() -> None:
-    """Have renamed parameters start from the random numbers of their first names."""
-    own = Draw.generator
+    """Init renamed parameters from the random streams of their first names."""
+    own = ParamSampler.generator
 
-    def generator(self: Draw, name: str) -> torch.Generator:
+    def generator(self: ParamSampler, name: str) -> torch.Generator:
         prefix, _, last = first_name(f"{self.prefix}.{name}").rpartition(".")
         return own(dataclasses.replace(self, prefix=prefix), last)
 
-    Draw.generator = generator  # type: ignore[method-assign]
+    ParamSampler.generator = generator  # type: ignore[method-assign]
 
 
 def model_options(
-    coupling: str = "none", scoring: str = "softmax", start: str = "gpt2", slow: bool = False, **more: Any
+    coupling: str = "none", scoring: str = "softmax", init: str = "gpt2", slow: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """Fields of a model's config; `more` is vocabulary, layers, width, heads, kv_heads."""
-    options = {"attention": {"coupling": coupling, "scoring": scoring}, "start": start, **more}
-    return options | ({"slow": {"ratio": 4, "layers": 1}} if slow else {})
+    """Return fields of a model config; `more` is vocab_size, n_layers, dim, n_heads, n_kv_heads."""
+    options = {"attention": {"coupling": coupling, "scoring": scoring}, "init": init, **more}
+    return options | ({"slow": {"ratio": 4, "n_layers": 1}} if slow else {})
 
 
 def build_model(size: str, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
@@ -80,47 +85,49 @@ def build_model(size: str, dtype: torch.dtype = torch.float32, **options: Any) -
 
 
 def train_run(seed: int, steps: int, pace: float | None = None, **options: Any) -> list[float]:
-    """Validation losses, every 10 steps, of one run on generated text from a disturbed start."""
-    listener: Any = Listener()
-    listener.begin = lambda run: disturb(run.stepper.decoder)
+    """Return the validation losses, every 10 steps, of one run on generated text from a perturbed init."""
+    callback: Any = Callback()
+    callback.on_start = lambda trainer: disturb(trainer.stepper.decoder)
     model = {"preset": "tiny", **model_options(**options)}
-    data = {"corpus": "patterns:documents=120", "tokenizer": "bpe:384", "length": 64}
-    how = {"steps": steps, "batch": 8, "lr": 3e-3, "pace": pace, "seed": seed, "device": "cpu"}
+    data = {"corpus": "patterns:documents=120", "tokenizer": "bpe:384", "seq_len": 64}
+    how = {"steps": steps, "batch_size": 8, "lr": 3e-3, "pace": pace, "seed": seed, "device": "cpu"}
     how |= {"eval_every": 10, "eval_tokens": 2048, "probe_every": 0}
     with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), RunConfig.from_dict({"model": model, "data": data, "train": how}), listener)
+        train(Path(folder), RunConfig.from_dict({"model": model, "data": data, "train": how}), callback)
         rows = map(json.loads, (Path(folder) / "metrics.jsonl").read_text("utf-8").splitlines())
         return [row["loss"] for row in rows if row["kind"] == "eval"]
 
 
 @torch.inference_mode()
 def logits(model: Decoder, ids: Tensor, prompt: int | None = None, long: bool = False) -> Tensor:
-    """In one pass; or from the prompt's last token on by cached steps, `long`: as a long call takes them."""
+    """Return logits of one full pass, or of cached steps after the prompt; `long` uses the CPU decoder."""
     if prompt is None:
         return model.logits(model(ids))
     caches = model.new_caches(*ids.shape)
     first = model.logits(model(ids[:, :prompt], caches=caches)[:, -1])
-    read = one_by_one(model, caches, len(ids), 1000 if long else 1)
-    return torch.stack([first, *(read(token).clone() for token in ids[:, prompt:].unbind(1))], dim=1)
+    decode = make_decode_step(model, caches, len(ids), 1000 if long else 1)
+    return torch.stack([first, *(decode(token).clone() for token in ids[:, prompt:].unbind(1))], dim=1)
 
 
 def training_step(model: Decoder, batch: int, length: int) -> Callable[[], Any]:
-    """One step of the training loop: loss, gradients, clipping, AdamW."""
-    ids = random_ids(model.config.vocabulary, batch, length + 1).numpy()
+    """Return one step of the training loop: loss, gradients, clipping, AdamW."""
+    ids = random_ids(model.config.vocab_size, batch, length + 1).numpy()
     windows: Any = SimpleNamespace(batch=lambda step: ids)
-    stepper = Stepper(model.train(), TrainConfig(), windows, Team(torch.device("cpu")))
+    stepper = Stepper(model.train(), TrainConfig(), windows, DistContext(torch.device("cpu")))
     return lambda: stepper.step(0, 1e-4, 0.0)
 
 
 def attached() -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
-    """A name, a coupled `transformers` model of each of the tests' families, and what makes its output."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    """Yield a name, a coupled `transformers` model of each family, and the function of its output."""
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     tests: Any = __import__("families")
     for family, coupling in product(tests.FAMILIES, ("affine", "euler")):
         model = tests.tiny(family)
-        for weight in (p.data for p in model.parameters() if p.dim() > 1):  # fresh ones hardly attend
+        for weight in (
+            p.data for p in model.parameters() if p.dim() > 1
+        ):  # a fresh model attends almost uniformly
             weight *= 0.1 / weight.std()
-        hub.attach(model, coupling, seed=0)
+        hf.attach(model, coupling, seed=0)
         yield f"{family}/{coupling}", model, partial(tests.output, model, tests.token_ids())
 
 
@@ -133,7 +140,7 @@ def first_name(name: str) -> str:
 
 @torch.no_grad()
 def disturb(model: nn.Module, amount: float = 0.1) -> int:
-    """Move what may start as the identity, by numbers that depend on names alone; how many were moved."""
+    """Perturb parameters that may be the identity at init, seeded by name; return how many."""
     names = {first_name(name): parameter for name, parameter in model.named_parameters()}
     chosen = {name: p for name, p in names.items() if any(part in name for part in DISTURBED)}
     for name, parameter in chosen.items():
@@ -142,8 +149,8 @@ def disturb(model: nn.Module, amount: float = 0.1) -> int:
     return len(chosen)
 
 
-def random_ids(vocabulary: int, batch: int, length: int) -> Tensor:
-    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+def random_ids(vocab_size: int, batch: int, length: int) -> Tensor:
+    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def summary(values: Tensor) -> list[float]:
@@ -154,16 +161,16 @@ def summary(values: Tensor) -> list[float]:
 
 def record_training(numbers: dict[str, Any]) -> None:
     cases: dict[str, Any] = {"none, slow": {"slow": True}, "none, pace=4": {"pace": 4.0}, **VARIANTS}
-    cases |= {f"none@{start}": {"start": start} for start in ("gpt2", "fan_in", "fan_in+symmetric=1")}
+    cases |= {f"none@{init}": {"init": init} for init in ("gpt2", "fan_in", "fan_in+symmetric=1")}
     for (name, options), seed in product(cases.items(), (0, 1)):
         numbers[f"training/{name}/seed {seed}"] = train_run(seed, 40, **{**SHAPE, **options})
 
 
 def record_decoding(numbers: dict[str, Any]) -> None:
-    cases: dict[str, Any] = {f"{c}, grouped": {"coupling": c, "kv_heads": 2} for c in COUPLINGS}
+    cases: dict[str, Any] = {f"{c}, grouped": {"coupling": c, "n_kv_heads": 2} for c in COUPLINGS}
     cases |= VARIANTS | {f"{c}, slow": {"coupling": c, "slow": True} for c in ("none", "euler")}
     for (name, options), dtype in product(cases.items(), (torch.float64, torch.float32)):
-        model = build_model("small", dtype, vocabulary=211, **SHAPE, **options)
+        model = build_model("small", dtype, vocab_size=211, **SHAPE, **options)
         disturb(model)
         ids = greedy(model, random_ids(211, 2, 24), 16)
         key = f"decoding/{name}/{str(dtype).removeprefix('torch.')}"
@@ -180,13 +187,13 @@ def record_attached(numbers: dict[str, Any]) -> None:
 
 
 def record(given: argparse.Namespace) -> None:
-    assert Path(hub.__file__).is_relative_to(ROOT / "src"), f"set PYTHONPATH={ROOT}/src"
+    assert Path(hf.__file__).is_relative_to(ROOT / "src"), f"set PYTHONPATH={ROOT}/src"
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     keep_streams()
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["QKFLOW_CACHE"] = cache  # so that this checkout makes and tokenises the text
+        os.environ["QKFLOW_CACHE"] = cache  # this checkout generates and tokenizes the text
         for section in (record_training, record_decoding, record_attached):
             section(numbers)
             print(f"{section.__name__}: {time.process_time():.0f} s, {len(numbers)} keys so far")
@@ -196,14 +203,14 @@ def record(given: argparse.Namespace) -> None:
 
 
 def difference(before: list[float], after: list[float]) -> float:
-    """The largest difference, relative to the largest number; infinite where they cannot be compared."""
+    """Return the largest difference relative to the largest value; inf if not comparable."""
     if len(before) != len(after) or not all(map(math.isfinite, [*before, *after])):
         return math.inf
     return max(abs(a - b) for a, b in zip(before, after, strict=True)) / (max(map(abs, before)) or 1.0)
 
 
 def diff(given: argparse.Namespace) -> int:
-    """Print what differs between two records; how many keys are missing or beyond `rtol`."""
+    """Print the differences of two records; return how many keys are missing or beyond `rtol`."""
     old, new = (json.loads(path.read_text("utf-8")) for path in given.paths)
     print(f"before: {old['environment']}\nafter:  {new['environment']}")
     a, b = old["numbers"], new["numbers"]
@@ -221,26 +228,26 @@ def diff(given: argparse.Namespace) -> int:
 
 
 def speed_cases() -> dict[str, tuple[int, Callable[[], Any]]]:
-    """Tokens of one repetition, and the repetition."""
+    """Return the tokens of one repetition and the repetition, by name."""
     cases: dict[str, tuple[int, Callable[[], Any]]] = {}
     for name in ("none+softmax", "euler+softmax", "leapfrog+softmax", "affine+softmax", "none+differential"):
         cases[f"train tiny {name}"] = (8 * 128, training_step(build_model("tiny", **VARIANTS[name]), 8, 128))
     for name in ("none", "euler"):
         cases[f"train small {name}"] = (4 * 256, training_step(build_model("small", coupling=name), 4, 256))
     for name in ("none", "euler", "affine"):
-        model = build_model("small", coupling=name, start="fan_in")
+        model = build_model("small", coupling=name, init="fan_in")
         disturb(model)
         cases[f"generate small {name}"] = (64, partial(greedy, model, random_ids(8192, 1, 16), 64))
     return cases
 
 
 def worker(given: argparse.Namespace) -> None:
-    """Print what there is to time; then, for every name read, run it once and print its seconds."""
+    """Print the cases; then, for every case name on stdin, run it once and print its seconds."""
     torch.set_num_threads(given.threads)
     torch.set_flush_denormal(True)
     cases = speed_cases()
-    print(json.dumps([hub.__file__, {name: tokens for name, (tokens, _) in cases.items()}]), flush=True)
-    gc.disable()  # a collection that lands on one repetition is not its cost
+    print(json.dumps([hf.__file__, {name: tokens for name, (tokens, _) in cases.items()}]), flush=True)
+    gc.disable()  # a collection is not the cost of the repetition it interrupts
     for line in sys.stdin:
         begin = time.perf_counter()
         cases[line.strip()][1]()
@@ -250,7 +257,7 @@ def worker(given: argparse.Namespace) -> None:
 
 
 class Worker:
-    """A checkout's process: its own package, its own copy of this file."""
+    """The process of one checkout, with its own package and its own copy of this file."""
 
     def __init__(self, checkout: Path, threads: int) -> None:
         memory = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_MMAP_THRESHOLD_": "1073741824"}  # keep it
@@ -266,7 +273,7 @@ class Worker:
 
 
 def speed(given: argparse.Namespace) -> None:
-    """Print how many times as fast the other checkout is: median and 95% bootstrap interval."""
+    """Print the speed of the other checkout relative to this one: median and 95% bootstrap interval."""
     other, rounds, draw = given.paths[0].resolve(), given.rounds, random.Random(0)
     pair = [Worker(checkout, given.threads) for checkout in (ROOT, other)]
     speeds: dict[str, list[list[float]]] = {name: [] for name in pair[0].tokens if name in pair[1].tokens}
