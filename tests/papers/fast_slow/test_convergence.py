@@ -1,4 +1,6 @@
-"""The fast-slow system: the order of its limit, its constant, and an independent integration."""
+"""The fast-slow system: order and constant of the error in ε, and an independent integration."""
+
+from __future__ import annotations
 
 import math
 
@@ -7,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkflow.errors import InputError
+from input_errors import raises_code
 from qkflow.papers.fast_slow.convergence import (
     EPSILONS,
     DriftingGenerator,
@@ -24,7 +26,7 @@ from qkflow.papers.fast_slow.master_equation import (
 )
 
 
-def test_the_distance_from_the_manifold_is_of_first_order():
+def test_error_is_first_order_in_epsilon() -> None:
     convergence = measure_convergence(DriftingGenerator(random_generator(6, seed=1)), 0.05, min_steps=60)
     assert list(convergence.errors) == list(EPSILONS)
     assert convergence.order == pytest.approx(1, abs=0.02)
@@ -34,43 +36,45 @@ def test_the_distance_from_the_manifold_is_of_first_order():
     )
 
 
-def test_a_fast_drift_is_not_yet_in_the_limit():
-    """The order is measured, not assumed: where y outruns the relaxation, it is not one."""
+def test_order_is_not_one_for_a_fast_drift() -> None:
+    """If y moves faster than x relaxes, the measured order differs from 1."""
     convergence = measure_convergence(
         DriftingGenerator(random_generator(6)), 20.0, EPSILONS[:3], min_steps=60
     )
     assert abs(convergence.order - 1) > 0.1
 
 
-def test_the_path_equals_small_steps_of_the_matrix_exponential():
+def test_integrate_matches_matrix_exponential_splitting() -> None:
     generator, epsilon, drift = DriftingGenerator(random_generator(4, seed=2)), 0.5, 0.5
-    path = integrate(generator, epsilon, drift)
+    trajectory = integrate(generator, epsilon, drift)
     x, y, steps = generator.stationary(torch.zeros(1).double())[0], torch.zeros(()).double(), 4000
-    step = float(path.t[-1]) / steps
-    for _ in range(steps):  # Strang splitting, of second order
+    step = float(trajectory.t[-1]) / steps
+    for _ in range(steps):  # Strang splitting, second order
         y = y + step / 2 * drift * (1 + 0.5 * generator.feedback @ x)
         x = torch.matrix_exp(generator.at(y) * step / epsilon) @ x
         y = y + step / 2 * drift * (1 + 0.5 * generator.feedback @ x)
-    assert float(path.y[-1]) == pytest.approx(2 * math.pi, abs=1e-8)
+    assert float(trajectory.y[-1]) == pytest.approx(2 * math.pi, abs=1e-8)
     assert float(y) == pytest.approx(2 * math.pi, abs=1e-5)
-    torch.testing.assert_close(path.x[-1], x, rtol=0, atol=1e-6)
+    torch.testing.assert_close(trajectory.x[-1], x, rtol=0, atol=1e-6)
 
 
-def test_a_path_stays_a_distribution_and_forgets_its_start():
+def test_trajectory_stays_normalized_and_relaxes_from_x0() -> None:
     generator = DriftingGenerator(random_generator(5, seed=4))
-    start = torch.zeros(5, dtype=torch.float64)
-    start[0] = 1
-    path = integrate(generator, 1 / 16, 0.05, x0=start, min_steps=60)
-    torch.testing.assert_close(path.x.sum(-1), torch.ones(len(path.t)).double(), rtol=0, atol=1e-10)
-    assert float(path.distance[0]) > 0.5
-    late = path.distance[path.t > 1]  # sixteen relaxation times of the fast system
+    x0 = torch.zeros(5, dtype=torch.float64)
+    x0[0] = 1
+    trajectory = integrate(generator, 1 / 16, 0.05, x0=x0, min_steps=60)
+    torch.testing.assert_close(
+        trajectory.x.sum(-1), torch.ones(len(trajectory.t)).double(), rtol=0, atol=1e-10
+    )
+    assert float(trajectory.distance[0]) > 0.5
+    late = trajectory.distance[trajectory.t > 1]  # sixteen relaxation times of the fast system
     assert float(late.max()) < 1.01 * predicted_error_per_epsilon(generator, 0.05) / 16
 
 
 @given(st.integers(2, 6), st.integers(0, 1000))
 @settings(max_examples=20, deadline=None)
-def test_the_drift_keeps_what_makes_a_generator(states, seed):
-    generator = DriftingGenerator(1e4 * random_generator(states, seed=seed), seed)
+def test_drifting_generator_is_a_generator_for_every_angle(n_states: int, seed: int) -> None:
+    generator = DriftingGenerator(1e4 * random_generator(n_states, seed=seed), seed)
     y = circle_angles(64)
     W = generator.at(y)
     torch.testing.assert_close(generator.stationary(y), stationary_distribution(W, "bordered"))
@@ -84,26 +88,26 @@ def test_the_drift_keeps_what_makes_a_generator(states, seed):
     )
 
 
-def test_zero_rates_stay_zero():
+def test_zero_rates_stay_zero() -> None:
     ring = generator_from_rates(torch.eye(4, dtype=torch.float64).roll(1, 0))
     assert torch.equal(DriftingGenerator(ring).at(circle_angles(5)) == 0, (ring == 0).expand(5, 4, 4))
 
 
-def test_fitted_order_is_the_slope_of_a_power_law():
+def test_fitted_order_of_a_power_law() -> None:
     assert fitted_order(EPSILONS, [3 * e**1.7 for e in EPSILONS]) == pytest.approx(1.7)
 
 
-def test_bad_input_is_refused():
+def test_invalid_input_raises() -> None:
     generator = DriftingGenerator(random_generator(3))
-    with pytest.raises(InputError, match="must be positive"):
+    with raises_code("option-not-positive"):
         integrate(generator, 0.5, -1.0)
-    with pytest.raises(InputError, match="at least two"):
+    with raises_code("too-few-epsilons"):
         measure_convergence(generator, 0.05, [0.5, 0.5])
-    with pytest.raises(InputError, match="one generator"):
+    with raises_code("generator-batch"):
         DriftingGenerator(random_generator(3, (2,)))
-    with pytest.raises(InputError, match="reducible"):
+    with raises_code("reducible-generator"):
         DriftingGenerator(torch.zeros(3, 3))
-    slow = 3e-8  # just well-conditioned, but not where the drift makes it slower still
+    slow = 3e-8  # well-conditioned at first, but not for the angles where this rate is smaller
     chain = torch.tensor([[0, 1, 0], [1, 0, slow], [0, slow, 0]], dtype=torch.float64)
-    with pytest.raises(InputError, match="bent by the drift of y, the generator is ill-conditioned"):
+    with raises_code("ill-conditioned-generator"):
         DriftingGenerator(generator_from_rates(chain))
