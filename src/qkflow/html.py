@@ -33,13 +33,17 @@ class PlotlySection(NamedTuple):
 
 def plotly_page(title: str, sections: Sequence[PlotlySection], intro: str = "") -> str:
     """Return an HTML page with a figure per section. plotly.js is inlined once; the page opens offline."""
-    parts = []
+    parts: list[str] = []
     for index, (heading, text, figure) in enumerate(sections):
         figure.update_layout(template="plotly_white")
         plot = figure.to_html(full_html=False, include_plotlyjs=index == 0, config={"displaylogo": False})
-        parts.append(f"<h2>{escape(heading)}</h2><p>{escape(text)}</p>{plot}")
+        parts += [_element("h2", heading), _element("p", text), plot]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{PLOTLY_PAGE_STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape(intro)}</p>"
+        f"<style>{PLOTLY_PAGE_STYLE}</style></head><body>{_element('h1', title)}{_element('p', intro)}"
         f"{''.join(parts)}</body></html>\n"
     )
+
+
+def _element(tag: str, text: str) -> str:
+    return f"<{tag}>{escape(text)}</{tag}>" if text else ""

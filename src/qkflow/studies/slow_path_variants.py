@@ -1,13 +1,13 @@
-"""The slow path and its ablations by name, as changes to the config of a run.
+"""The slow path and its ablations by name, as overrides of a run config.
 
-    slow              a slow path: P = 8, half as many layers as the fast one, a scalar gate, closed at first
-    slow:closed       the same, with everything held and the gate at zero: equals the model without slow path
-    slow:frozen       the slow weights stay as drawn, the gate learns: does the slow path have to learn?
-    slow:warm-gate    the gate starts open: is it the idea that fails, or its cold start?
-    dense-matched     no slow path; its compute goes into the token-rate layers
+    slow              a slow path: P = 8, half as many layers as the fast path, a scalar gate initialized to 0
+    slow:closed       slow path and gate frozen at g = 0: equals the model without a slow path
+    slow:frozen       slow weights frozen at init, gate trained
+    slow:warm-gate    gate initialized to a nonzero value
+    dense-matched     no slow path; its FLOPs are spent on token-rate layers instead
 
-Any option of `SlowConfig` may follow, its ratio as P: `slow:P=4:inject=each`, `slow:warm-gate:start=0.3`,
-`dense-matched:P=4` (matched to the slow path with these options).
+Options of `SlowPathConfig` may follow, with P for the ratio: `slow:P=4:inject=each`,
+`slow:warm-gate:gate_init=0.3`, `dense-matched:P=4` (matched to the slow path with these options).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from qkflow.config_io import dataclass_from_dict
+from qkflow.config_io import dataclass_from_dict, unknown_key
 from qkflow.errors import InputError, unknown
 from qkflow.models import ModelConfig, preset
 from qkflow.models.cost import flops_per_token
@@ -27,31 +27,29 @@ from qkflow.models.slow_path.config import SlowPathConfig
 from qkflow.models.slow_path.pooling import check_ratio
 
 SLOW_PATH_VARIANTS = ("slow", "dense-matched")
-WARM_GATE_INIT = (
-    0.1  # of a warm gate: at `tiny` the slow path then starts as 12% (gpt2) or 42% (fan_in) of the stream
-)
+WARM_GATE_INIT = 0.1  # at init of `tiny`, ‖g⊙ũ‖/‖x‖ is then 12% (gpt2) or 42% (fan_in)
 FROZEN_ROLES = {"closed": ["slow", "gate"], "frozen": ["slow"], "warm-gate": []}
-MAX_FLOPS_MISMATCH = 0.005  # largest relative difference in FLOPs of `dense-matched`
+MAX_FLOPS_MISMATCH = 0.005  # relative, of `dense-matched`
 
 
 @dataclass(frozen=True)
 class ConfigOverrides:
-    """What a variant changes: keys of the model's config, and of the training's (`freeze`: roles held)."""
+    """Overrides of the sections `model` and `train` of a run config (`train.freeze`: frozen roles)."""
 
     model: dict[str, Any]
     train: dict[str, Any] = field(default_factory=dict)
 
 
 def slow_path_variant(name: str, base: ModelConfig | Mapping[str, Any], seq_len: int) -> ConfigOverrides:
-    """What the variant `name` changes in a run of the model `base` on sequences of `length` tokens.
+    """Return the overrides of the variant `name` for the model `base` on sequences of `seq_len` tokens.
 
-    `base` may be plain data, as the section `model` of a run's config: a preset and what differs from it.
+    `base` may be the section `model` of a run config: a preset and overrides of it.
     """
     config = _resolve_model_config(base)
     kind, mode, options = _parse_slow_path_variant(name)
     slow = _slow_path_config(config, mode, options)
     check_ratio(slow.ratio, seq_len)
-    slow.injection_layers(config.n_layers)  # refuses gates without a layer
+    slow.injection_layers(config.n_layers)  # checks `inject`
     if kind == "dense-matched":
         return ConfigOverrides(match_dense(config, slow, seq_len))
     freeze = FROZEN_ROLES[mode] if mode else []
@@ -59,29 +57,30 @@ def slow_path_variant(name: str, base: ModelConfig | Mapping[str, Any], seq_len:
 
 
 def match_dense(config: ModelConfig, slow: SlowPathConfig, seq_len: int) -> dict[str, Any]:
-    """Layers and feed-forward size that spend the FLOPs of the slow path at token rate.
+    """Return n_layers and hidden_dim of a dense model with the FLOPs of `config` plus the slow path.
 
-    Whole layers as long as they fit; the rest, less than a layer, widens the feed-forward of all of them.
+    Adds whole layers while they fit; the remainder, less than one layer, widens the MLP of all layers.
     """
-    one = dataclasses.replace(config, slow=None, n_layers=1)  # enough to count on: layers cost the same
+    one_layer = dataclasses.replace(config, slow=None, n_layers=1)  # all layers have the same FLOPs
 
     def flops(**changes: Any) -> float:
-        return flops_per_token(dataclasses.replace(one, **changes), seq_len)
+        return flops_per_token(dataclasses.replace(one_layer, **changes), seq_len)
 
-    first = flops()
-    layer = flops(n_layers=2) - first
-    unit = flops(hidden_dim=one.resolved_hidden_dim + 1) - first  # of one hidden unit in one layer
-    added = flops(slow=dataclasses.replace(slow, inject="once")) - first
-    total = first + (config.n_layers - 1) * layer + added
-    layers = config.n_layers + int(added // layer)
-    hidden = one.resolved_hidden_dim + added % layer / (unit * layers)
-    for multiple in (64, 32, 16, 8, 4, 2, 1):  # sizes that hardware likes: the baseline is to be at its best
-        rounded = multiple * round(hidden / multiple)
-        if abs(rounded - hidden) * unit * layers <= MAX_FLOPS_MISMATCH * total:
-            return {"slow": None, "n_layers": layers, "hidden_dim": rounded}
+    base = flops()
+    layer = flops(n_layers=2) - base
+    unit = flops(hidden_dim=one_layer.resolved_hidden_dim + 1) - base  # one hidden unit of one layer
+    slow_path = flops(slow=dataclasses.replace(slow, inject="once")) - base
+    total = base + (config.n_layers - 1) * layer + slow_path
+    n_layers = config.n_layers + int(slow_path // layer)
+    hidden_dim = one_layer.resolved_hidden_dim + slow_path % layer / (unit * n_layers)
+    for multiple in (64, 32, 16, 8, 4, 2, 1):  # the largest multiple that matches: aligned sizes run faster
+        rounded = multiple * round(hidden_dim / multiple)
+        if abs(rounded - hidden_dim) * unit * n_layers <= MAX_FLOPS_MISMATCH * total:
+            return {"slow": None, "n_layers": n_layers, "hidden_dim": rounded}
     raise InputError(
-        f"no feed-forward of width {one.dim} comes within {MAX_FLOPS_MISMATCH:.1%} of the slow path's compute: "
-        "one hidden unit is already more; dense-matched needs a wider model"
+        f"no MLP of dim {one_layer.dim} matches the FLOPs of the slow path within {MAX_FLOPS_MISMATCH:.1%}: "
+        "one hidden unit changes more; dense-matched needs a larger dim",
+        code="dense-match-impossible",
     )
 
 
@@ -93,10 +92,10 @@ def _resolve_model_config(base: ModelConfig | Mapping[str, Any]) -> ModelConfig:
 
 
 def _parse_slow_path_variant(name: str) -> tuple[str, str | None, dict[str, Any]]:
-    """`slow:warm-gate:ratio=4` as its kind, its mode and its options."""
+    """Split `slow:warm-gate:ratio=4` into kind, mode and options."""
     kind, *parts = name.split(":")
     if kind not in SLOW_PATH_VARIANTS:
-        raise unknown("timescale variant", kind, SLOW_PATH_VARIANTS)
+        raise unknown("slow path variant", kind, SLOW_PATH_VARIANTS)
     modes, options = [], {}
     for part in parts:
         key, equals, value = part.partition("=")
@@ -109,7 +108,10 @@ def _parse_slow_path_variant(name: str) -> tuple[str, str | None, dict[str, Any]
                 f"option of variant '{kind}'", part, [*(FROZEN_ROLES if kind == "slow" else ()), "P=4"]
             )
     if len(modes) > 1:
-        raise InputError(f"variant '{name}' is two ablations ({', '.join(modes)}): give one")
+        raise InputError(
+            f"variant '{name}' has {len(modes)} ablations ({', '.join(modes)}): keep one",
+            code="conflicting-ablations",
+        )
     return kind, modes[0] if modes else None, options
 
 
@@ -118,13 +120,15 @@ def _slow_path_config(config: ModelConfig, mode: str | None, options: dict[str, 
     known = {item.name for item in dataclasses.fields(SlowPathConfig)} - {"attention"}
     for key in options:
         if key not in known:
-            raise unknown("option of the slow path", key, known)
+            raise unknown_key("slow", key, known)
     if mode == "closed":
         if options.get("gate_init"):
-            raise InputError("slow:closed holds the gate at zero: leave out start")
+            raise InputError(
+                "slow:closed freezes the gate at 0: remove gate_init", code="conflicting-ablations"
+            )
         options = {**options, "gate_init": 0.0}
     if mode == "warm-gate":
         options = {"gate_init": WARM_GATE_INIT, **options}
-    if isinstance(options.get("inject"), int):  # one layer's number
+    if isinstance(options.get("inject"), int):  # one layer index
         options = {**options, "inject": [options["inject"]]}
     return dataclass_from_dict(SlowPathConfig, {**dataclasses.asdict(base), **options}, "slow")

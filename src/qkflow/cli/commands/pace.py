@@ -1,4 +1,4 @@
-"""`qkflow pace …`: the query-key circuit's pace, in theory and on the controlled task."""
+"""`qkflow pace flow` and `qkflow pace synthetic`: faster query-key learning in theory and on a toy task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from qkflow import console
 from qkflow.errors import InputError
 
-if TYPE_CHECKING:  # torch is imported by the command that needs it
+if TYPE_CHECKING:  # imported inside the commands, because torch is slow to import
     from qkflow.papers.faster_qk.fixed_attention import FixedAttentionResult
     from qkflow.papers.faster_qk.synthetic import SyntheticConfig, SyntheticResult
 
@@ -27,7 +27,9 @@ def _parse_floats(text: str, flag: str) -> list[float]:
     except ValueError:
         values = []
     if not values:
-        raise InputError(f"{flag} takes numbers separated by commas, such as 0.1,1,10, not '{text}'")
+        raise InputError(
+            f"{flag} takes numbers separated by commas, e.g. 0.1,1,10, not '{text}'", code="not-a-number-list"
+        )
     return values
 
 
@@ -44,26 +46,27 @@ def flow(
     out: Path | None = None,
     json: bool = False,
 ) -> None:
-    """The reduced gradient flow at a given loss: faster query-key learning buys sharper attention.
+    """Evaluate the reduced gradient flow of attention at a given loss, in closed form.
 
-    Prints where training stands when the loss reaches --loss, for each ratio η_QK/η_OV of learning rates,
-    from a closed form; nothing is integrated unless --check asks for it.
+    For each ratio η_QK/η_OV of learning rates: μ_OV, μ_QK, the attention α on relevant tokens, and the time
+    at which the loss reaches --loss. With --check, the equations are also integrated numerically.
 
-    Try:  qkflow pace flow
-          qkflow pace flow --ratios 0.1,1,10 --loss 1e-6 --check
-          qkflow pace flow --kind all --out flow.html
+    examples:
+      qkflow pace flow
+      qkflow pace flow --ratios 0.1,1,10 --loss 1e-6 --check
+      qkflow pace flow --kind all --out flow.html
 
     Args:
         ratios: ratios η_QK/η_OV, separated by commas.
-        loss: the loss at which training stops.
-        kind: FAFO, FACO, CAFO, CACO (factorised or collapsed attention, then output), or all.
+        loss: loss to evaluate the flow at.
+        kind: FAFO, FACO, CAFO, CACO (Factorized or Collapsed Attention, then Output), or all.
         m: number of relevant tokens.
         n: number of other tokens.
         b: number of training sequences.
         M: number of classes.
-        start: where factorised circuits begin (zero is a saddle of theirs).
-        check: also integrate the equations; show the largest difference of μ_OV, μ_QK, α.
-        out: write the curves as one self-contained HTML file.
+        init: initial μ of factorized circuits (zero is a saddle).
+        check: also integrate the equations and show the largest difference of μ_OV, μ_QK, α.
+        out: write the trajectories as one self-contained HTML file.
         json: print one JSON object instead of a table.
     """
     from qkflow.papers.faster_qk.reduced_flow import KINDS, ReducedFlow
@@ -75,13 +78,12 @@ def flow(
     rows = [{"kind": each.kind, "ratio": each.ratio, **asdict(each.at_loss(loss))} for each in flows]
     if check:
         for each, row in zip(flows, rows, strict=True):
-            found = asdict(each.integrate(loss))
-            row["difference"] = max(abs(row[name] - found[name]) for name in ("mu_ov", "mu_qk", "alpha"))
+            reference = asdict(each.integrate(loss))
+            row["difference"] = max(abs(row[name] - reference[name]) for name in ("mu_ov", "mu_qk", "alpha"))
     if out is not None:
-        from qkflow.papers.faster_qk.figures import flow_figure, write_figure
+        from qkflow.papers.faster_qk.figures import flow_figure
 
-        write_figure(flow_figure(flows, loss), out)
-        console.err.print(f"curves: {out}", markup=False, soft_wrap=True)
+        _write_page(out, f"Reduced gradient flow down to loss {loss:g}", flow_figure(flows, loss))
     if json:
         console.emit_json({"loss": loss, "m": m, "n": n, "b": b, "M": M, "init": init, "rows": rows})
     else:
@@ -90,13 +92,19 @@ def flow(
         console.out.print(_flow_table(title, rows, comparable))
 
 
+def _write_page(path: Path, title: str, figure: Any) -> None:
+    from qkflow.files import write_atomic
+    from qkflow.html import PlotlySection, plotly_page
+
+    write_atomic(path, plotly_page(title, [PlotlySection("", "", figure)]))
+    console.err.print(f"figure: {path}", markup=False, soft_wrap=True)
+
+
 def _flow_table(title: str, rows: list[dict[str, Any]], comparable: bool) -> Table:
     from qkflow.papers.faster_qk.reduced_flow import PUBLISHED_ENDPOINTS
 
     checked = "difference" in rows[0]
-    caption = (
-        "r = η_QK/η_OV; time in units of 1/η_OV; published: μ_OV, μ_QK, α printed by the authors' notebook"
-    )
+    caption = "r = η_QK/η_OV; time in units of 1/η_OV; published: μ_OV, μ_QK, α of the authors' notebook"
     table = Table(title=title, caption=caption, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for heading in ("kind", "r", "μ_OV", "μ_QK", "α", "time", "published"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -115,13 +123,13 @@ def synthetic(
     setting: str | None = None,
     qk_lr: float | None = None,
     ov_lr: float | None = None,
-    length: int | None = None,
+    seq_len: int | None = None,
     growth: float | None = None,
     steps: int | None = None,
     stop_loss: float | None = None,
     qk_init: str | None = None,
     ov_init: str | None = None,
-    batch: int | None = None,
+    batch_size: int | None = None,
     fixed_attention: bool = False,
     seeds: int = 3,
     first_seed: int = 1234,
@@ -129,118 +137,118 @@ def synthetic(
     out: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Train attention on the controlled task and show where it looks, next to the published figure.
+    """Train attention on the controlled task and compare it with the published figure.
 
-    Without --setting, all six settings of the figure. With it, one cell of any kind: F(actorised) or
-    C(ollapsed) A(ttention), then O(utput). With --fixed-attention, the output circuit alone under attention
-    that is given.
+    Without --setting, trains all six settings of the figure. With --setting, trains one: F(actorized) or
+    C(ollapsed) A(ttention), then O(utput). With --fixed-attention, trains the output-value circuit only,
+    under fixed attention.
 
-    Try:  qkflow pace synthetic --out figure.html
-          qkflow pace synthetic --setting FACO --steps 50000 --seeds 1
-          qkflow pace synthetic --setting CACO --qk-lr .05 --ov-lr .01 --length 128
-          qkflow pace synthetic --fixed-attention --seeds 1
+    examples:
+      qkflow pace synthetic --out figure.html
+      qkflow pace synthetic --setting FACO --steps 50000 --seeds 1
+      qkflow pace synthetic --setting CACO --qk-lr .05 --ov-lr .01 --seq-len 128
+      qkflow pace synthetic --fixed-attention --seeds 1
 
     Args:
-        setting: FAFO, FACO, CAFO or CACO: run this one cell.
+        setting: FAFO, FACO, CAFO or CACO.
         qk_lr: learning rate of the query-key circuit (default .01).
         ov_lr: learning rate of the output-value circuit (default .01).
-        length: tokens a sequence, label included (default 64).
-        growth: the query-key rate grows to this multiple, linearly in steps (default 1).
-        steps: most steps to train (default: as published for the kind).
-        stop_loss: stop once the loss, averaged over 250 steps, is this low (default: as published).
-        qk_start: identity (1e-6·I) or uniform (±1/√50) (default: as published).
-        ov_start: the same for the output-value circuit.
-        batch: sequences a step (default 32; 128 with --fixed-attention).
-        fixed_attention: train the output-value circuit alone, for five fixed attention shares.
+        seq_len: tokens per sequence, including the label (default 64).
+        growth: factor by which the query-key learning rate grows, linearly in steps (default 1).
+        steps: maximum number of steps (default: as published for the setting and sequence length).
+        stop_loss: stop after a tenth epoch whose mean loss is at most this (default: as published). An epoch
+            is 250 steps.
+        qk_init: init of the query-key circuit, identity (1e-6·I) or uniform (±1/√50) (default: as published).
+        ov_init: init of the output-value circuit.
+        batch_size: sequences per step (default 32; 128 with --fixed-attention).
+        fixed_attention: train only the output-value circuit, under five fixed attention shares α.
         seeds: number of seeds.
-        first_seed: the first of them; the others follow.
-        workers: processes (0: as many as help).
-        out: write the heatmaps as one self-contained HTML file.
+        first_seed: first seed; the others follow.
+        workers: number of processes (0: one per sequence shape, at most one per CPU).
+        out: write the figure as one self-contained HTML file.
         json: print one JSON object instead of a table.
     """
     from qkflow.papers.faster_qk.synthetic import FIGURE_CONFIGS, synthetic_config
 
     if seeds < 1:
-        raise InputError(f"--seeds must be at least 1, not {seeds}")
-    given: dict[str, Any] = {
-        "qk_lr": qk_lr, "ov_lr": ov_lr, "length": length, "growth": growth, "steps": steps,
-        "stop_loss": stop_loss, "qk_init": qk_init, "ov_init": ov_init, "batch": batch,
+        raise InputError(f"--seeds must be at least 1, not {seeds}", code="option-not-positive")
+    options: dict[str, Any] = {
+        "qk_lr": qk_lr, "ov_lr": ov_lr, "seq_len": seq_len, "growth": growth, "steps": steps,
+        "stop_loss": stop_loss, "qk_init": qk_init, "ov_init": ov_init, "batch_size": batch_size,
     }  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
-    chosen = range(first_seed, first_seed + seeds)
+    options = {name: value for name, value in options.items() if value is not None}
+    seed_range = range(first_seed, first_seed + seeds)
     if fixed_attention:
-        useless = [name for name in given if name not in ("ov_lr", "length", "steps", "batch")]
+        unused = [name for name in options if name not in ("ov_lr", "seq_len", "steps", "batch_size")]
         _check_unused_options(
-            useless + (["setting"] if setting else []), "has no meaning with --fixed-attention"
+            unused + (["setting"] if setting else []), "has no effect with --fixed-attention"
         )
-        _run_fixed_attention(chosen, given, out, json)
+        _run_fixed_attention(seed_range, options, out, json)
     elif setting is None:
-        _check_unused_options(list(given), "needs --setting FAFO, FACO, CAFO or CACO")
-        _run_settings(FIGURE_CONFIGS, chosen, workers, out, json)
+        _check_unused_options(list(options), "needs --setting FAFO, FACO, CAFO or CACO")
+        _run_settings(FIGURE_CONFIGS, seed_range, workers, out, json)
     else:
-        _run_settings([synthetic_config(setting, **given)], chosen, workers, out, json)
+        _run_settings([synthetic_config(setting, **options)], seed_range, workers, out, json)
 
 
 def _check_unused_options(names: list[str], reason: str) -> None:
     if names:
-        raise InputError(f"--{names[0].replace('_', '-')} {reason}")
+        raise InputError(f"--{names[0].replace('_', '-')} {reason}", code="unused-option")
 
 
 def _run_settings(
-    settings: Sequence[SyntheticConfig], seeds: Sequence[int], workers: int, out: Path | None, json: bool
+    configs: Sequence[SyntheticConfig], seeds: Sequence[int], workers: int, out: Path | None, json: bool
 ) -> None:
-    """Train the settings, then print a row each, with the published row and the difference under it."""
+    """Train the settings and print a row each, with the published row and the difference below it."""
     import numpy as np
 
-    from qkflow.papers.faster_qk.figures import heatmap_figure, write_figure
+    from qkflow.papers.faster_qk.figures import heatmap_figure
     from qkflow.papers.faster_qk.sweep import sweep
-    from qkflow.papers.faster_qk.synthetic import BIN_EDGES
 
-    clock = _Timer()
+    timer = _Timer()
     with console.progress_bar() as bar:
-        task = bar.add_task("training", total=sum(each.steps for each in settings) * len(seeds))
-        outcomes = sweep(settings, seeds, workers, partial(bar.advance, task))
-    rows = [_settings_row([each for each in outcomes if each.config == setting]) for setting in settings]
+        task = bar.add_task("training", total=sum(config.steps for config in configs) * len(seeds))
+        results = sweep(configs, seeds, workers, partial(bar.advance, task))
+    rows = [_settings_row([result for result in results if result.config == config]) for config in configs]
     if out is not None:
-        write_figure(heatmap_figure({row["name"]: np.array(row["heatmap"]) for row in rows}, BIN_EDGES), out)
-        console.err.print(f"heatmaps: {out}", markup=False, soft_wrap=True)
+        figure = heatmap_figure({row["name"]: np.array(row["heatmap"]) for row in rows})
+        _write_page(out, "Share of instances (%)", figure)
     if json:
-        console.emit_json({"seeds": list(seeds), **clock.elapsed(), "rows": rows})
+        console.emit_json({"seeds": list(seeds), **timer.elapsed(), "rows": rows})
     else:
         console.out.print(_settings_table(rows, len(seeds)))
-        console.out.print(clock)
+        console.out.print(timer)
 
 
-def _settings_row(outcomes: list[SyntheticResult]) -> dict[str, Any]:
-    """One setting, averaged over its seeds."""
+def _settings_row(results: list[SyntheticResult]) -> dict[str, Any]:
+    """Average the runs of one setting over seeds."""
     import numpy as np
 
-    setting = outcomes[0].config
-    shares = np.array([each.attention_histogram for each in outcomes])
-    heatmap = np.mean([each.heatmap for each in outcomes], axis=0)
-    attention = [each.mean_distinct_attention for each in outcomes]
-    row = {name: getattr(setting, name) for name in ("name", "kind", "qk_lr", "ov_lr", "length", "growth")}
+    config = results[0].config
+    shares = np.array([result.attention_histogram for result in results])
+    heatmap = np.mean([result.heatmap for result in results], axis=0)
+    row = {name: getattr(config, name) for name in ("name", "kind", "qk_lr", "ov_lr", "seq_len", "growth")}
     row |= {
-        "steps": [each.steps for each in outcomes],
+        "steps": [result.steps for result in results],
         "shares": shares.mean(0).tolist(),
         "shares_by_seed": shares.tolist(),
-        "mean_distinct_attention": float(np.mean(attention)),
-        "mean_query_attention": float(np.mean([each.mean_query_attention for each in outcomes])),
-        "loss": float(np.mean([each.loss for each in outcomes])),
-        "confident": float(heatmap[:, -1].sum()),  # % of instances with p(truth) of 0.8 or more
+        "mean_distinct_attention": float(np.mean([result.mean_distinct_attention for result in results])),
+        "mean_query_attention": float(np.mean([result.mean_query_attention for result in results])),
+        "loss": float(np.mean([result.loss for result in results])),
+        "confident": float(heatmap[:, -1].sum()),  # % of instances with label probability ≥ .8
         "heatmap": heatmap.tolist(),
-        "published": list(setting.published) if setting.published else None,
+        "published": list(config.published) if config.published else None,
     }
-    if setting.published:
-        row["difference"] = (shares.mean(0) - np.array(setting.published)).tolist()
+    if config.published:
+        row["difference"] = (shares.mean(0) - np.array(config.published)).tolist()
     return row
 
 
 def _settings_table(rows: list[dict[str, Any]], seeds: int) -> Table:
     caption = (
         "% of instances by attention on distinct tokens, its mean, mean attention on the query token, loss, "
+        "% of instances with label probability ≥ .8"
     )
-    caption += "% of instances with p(truth) ≥ .8"
     title = f"The controlled task, mean of {seeds} seed(s)"
     table = Table(title=title, caption=caption, box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("setting")
@@ -259,32 +267,39 @@ def _settings_table(rows: list[dict[str, Any]], seeds: int) -> Table:
 def _run_fixed_attention(
     seeds: Sequence[int], overrides: dict[str, Any], out: Path | None, json: bool
 ) -> None:
-    """Train both kinds of OV circuit under each attention share; print losses, published ones, and gains."""
+    """Train both kinds of OV circuit under each α; print final and published losses and marginal gains."""
     from qkflow.papers.faster_qk import fixed_attention
-    from qkflow.papers.faster_qk.figures import fixed_attention_figure, write_figure
+    from qkflow.papers.faster_qk.figures import fixed_attention_figure
 
-    clock = _Timer()
+    timer = _Timer()
     options = {"lr" if name == "ov_lr" else name: value for name, value in overrides.items()}
-    found: list[FixedAttentionResult] = []
+    results: list[FixedAttentionResult] = []
     with console.progress_bar() as bar:
         task = bar.add_task("training", total=options.get("steps", fixed_attention.DEFAULT_STEPS) * 2)
         for kind in fixed_attention.PUBLISHED_LOSSES:
-            found += fixed_attention.train_fixed_attention(
+            results += fixed_attention.train_fixed_attention(
                 kind, seeds, on_progress=partial(bar.advance, task), **options
             )
     rows: list[dict[str, Any]] = []
-    for each in found:
-        known = fixed_attention.PUBLISHED_LOSSES[each.kind].get(each.alpha) if not options else None
-        rows.append({**asdict(each), "published": known, "ratio": each.loss / known if known else None})
+    for result in results:
+        published = None if options else fixed_attention.PUBLISHED_LOSSES[result.kind].get(result.alpha)
+        ratio = result.loss / published if published else None
+        rows.append({**asdict(result), "published": published, "ratio": ratio})
     if out is not None:
-        write_figure(fixed_attention_figure(found), out)
-        console.err.print(f"curves: {out}", markup=False, soft_wrap=True)
+        _write_page(out, "Attention fixed at α", fixed_attention_figure(results))
     if json:
-        console.emit_json({"seeds": list(seeds), **clock.elapsed(), "rows": rows})
-        return
+        console.emit_json({"seeds": list(seeds), **timer.elapsed(), "rows": rows})
+    else:
+        console.out.print(_fixed_attention_table(rows, len(seeds)))
+        console.out.print(timer)
+
+
+def _fixed_attention_table(rows: list[dict[str, Any]], seeds: int) -> Table:
+    from qkflow.papers.faster_qk import fixed_attention
+
     delta = fixed_attention.DELTA
-    title = f"Attention fixed at α, output-value circuit trained, mean of {len(seeds)} seed(s)"
-    caption = f"gain: [L(α) − L(α + {delta})]/{delta}, the worth of more attention"
+    title = f"Attention fixed at α, output-value circuit trained, mean of {seeds} seed(s)"
+    caption = f"marginal gain: [L(α) − L(α + {delta})]/{delta}"
     table = Table(title=title, caption=caption, box=box.SIMPLE)
     for heading in ("circuit", "α", "loss", "published", "ours/published", "marginal gain"):
         table.add_column(heading, justify="right")
@@ -292,12 +307,11 @@ def _run_fixed_attention(
         compared = [f"{row['published']:.3g}", f"{row['ratio']:.3f}"] if row["published"] else ["–", "–"]
         gain = "–" if row["gain"] is None else f"{row['gain']:.3g}"
         table.add_row(row["kind"], f"{row['alpha']:g}", f"{row['loss']:.4g}", *compared, gain)
-    console.out.print(table)
-    console.out.print(clock)
+    return table
 
 
 class _Timer:
-    """Wall-clock and processor seconds, those of finished child processes included."""
+    """Wall-clock and CPU seconds, including finished child processes."""
 
     def __init__(self) -> None:
         self._start_times = self._now()
@@ -308,9 +322,9 @@ class _Timer:
         return time.perf_counter(), times.user + times.system + times.children_user + times.children_system
 
     def elapsed(self) -> dict[str, float]:
-        wall, processor = (now - then for now, then in zip(self._now(), self._start_times, strict=True))
-        return {"seconds": wall, "processor_seconds": processor}
+        wall, cpu = (now - then for now, then in zip(self._now(), self._start_times, strict=True))
+        return {"seconds": wall, "cpu_seconds": cpu}
 
     def __str__(self) -> str:
-        used = self.elapsed()
-        return f"{used['seconds']:.0f} s of wall-clock, {used['processor_seconds']:.0f} s of processor time"
+        elapsed = self.elapsed()
+        return f"{elapsed['seconds']:.0f} s wall-clock, {elapsed['cpu_seconds']:.0f} s CPU time"

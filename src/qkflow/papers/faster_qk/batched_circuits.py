@@ -1,9 +1,8 @@
-"""Circuits of many independent runs, trained side by side: the first axis of every tensor is the lane, one
-run.
+"""Batched QK and OV circuits: many independent runs train in one computation.
 
-A circuit is a matrix that learns, either directly (`Collapsed`) or as a product of two (`Factorised`). Both
-are told the gradient of the matrix alone; the chain rule through the product is the only difference between
-them.
+The first axis of every tensor, R, indexes the runs. A circuit is a matrix W (R, M, N), trained directly
+(`CollapsedCircuit`) or as a product of two factors (`FactorizedCircuit`). `sgd_step` takes the gradient of W;
+a factorized circuit applies the chain rule.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from qkflow.papers.faster_qk.controlled_task import VOCAB_SIZE
 
-IDENTITY_SCALE = 1e-6  # scale of the identity start
+IDENTITY_SCALE = 1e-6
 
 
 class CollapsedCircuit:
-    """W itself is the parameter."""
+    """The parameter is W (R, M, N)."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
@@ -28,15 +27,15 @@ class CollapsedCircuit:
         return self.matrix
 
     def sgd_step(self, scaled_grad: Tensor) -> None:
-        """Take one step of gradient descent; `step` is the learning rate times ∂L/∂W."""
+        """Subtract `scaled_grad`, the learning rate times ∂L/∂W."""
         self.matrix.sub_(scaled_grad)
 
     def select_runs(self, index: Tensor) -> None:
         self.matrix = self.matrix[index]
 
 
-class FactorisedCircuit:
-    """W = left · right, so ∂L/∂left = ∂L/∂W · rightᵀ and ∂L/∂right = leftᵀ · ∂L/∂W."""
+class FactorizedCircuit:
+    """W = left·right, so ∂L/∂left = ∂L/∂W·rightᵀ and ∂L/∂right = leftᵀ·∂L/∂W."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right = left, right
@@ -53,17 +52,21 @@ class FactorisedCircuit:
         self.left, self.right = self.left[index], self.right[index]
 
 
-Circuit = CollapsedCircuit | FactorisedCircuit
+Circuit = CollapsedCircuit | FactorizedCircuit
 
 
 def identity_init(n_runs: int, dtype: torch.dtype) -> Tensor:
+    """Return 1e-6·I (R, 50, 50)."""
     return (IDENTITY_SCALE * torch.eye(VOCAB_SIZE, dtype=dtype)).expand(n_runs, -1, -1).clone()
 
 
 def uniform_init(
     generators: Sequence[torch.Generator], *shape: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """U(±1/√50), the start of `nn.Linear(50, …)`; drawn in float32, so it is the same in any dtype."""
+    """Return U(±1/√50) (R, *shape), the init of `nn.Linear(50, …)`, with one generator per run.
+
+    Sampled in float32, so that every dtype has the same values.
+    """
     bound = VOCAB_SIZE**-0.5
-    drawn = [torch.empty(shape).uniform_(-bound, bound, generator=each) for each in generators]
-    return torch.stack(drawn).to(dtype)
+    samples = [torch.empty(shape).uniform_(-bound, bound, generator=each) for each in generators]
+    return torch.stack(samples).to(dtype)

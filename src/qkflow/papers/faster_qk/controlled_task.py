@@ -1,11 +1,10 @@
 """The controlled task of Vashisht & Ramaswamy (ICML 2026, arXiv 2608.06776), as token counts.
 
-Fifty tokens. Ids 0–9 are common to all four classes; class i alone also draws ids 10(i+1)…10(i+1)+9, the
-distinct tokens, the j-th (from 1) with a tenth of j times the weight of a common one. A sequence is T−2
-tokens drawn independently, then the query token 5+i; the model must name the label token 1+i.
+The vocabulary has 50 tokens. Ids 0–9 are common to all four classes. Ids 10(i+1)…10(i+1)+9 are the distinct
+tokens of class i; the j-th of them (from 1) has j/10 times the weight of a common token. A sequence is T−2
+iid context tokens, then the query token 5+i; the target is the label token 1+i.
 
-No token has a position, so attention and output depend on the counts of the tokens alone: a batch is a matrix
-of counts, whatever the length.
+The model has no positions, so its output depends on token counts only: a batch is a matrix of counts (B, 50).
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ N_CLASSES = 4
 N_COMMON = 10  # ids below this are common, the others distinct
 FIRST_LABEL_ID = 1
 FIRST_QUERY_ID = 5
+LABEL_IDS = slice(FIRST_LABEL_ID, FIRST_LABEL_ID + N_CLASSES)
+QUERY_IDS = slice(FIRST_QUERY_ID, FIRST_QUERY_ID + N_CLASSES)
 
-# One urn a class: a common token has ten tickets, the j-th distinct one j. A uniform ticket is a token.
+# Ids repeated by weight: a common token 10 times, the j-th distinct token j times. A uniform draw is a token.
 _WEIGHTED_IDS = np.repeat(
     np.arange(2 * N_COMMON), np.concatenate([np.full(N_COMMON, 10), np.arange(1, N_COMMON + 1)])
 )
@@ -32,47 +33,48 @@ _WEIGHTED_IDS_BY_CLASS = np.stack(
 
 
 class BatchStream:
-    """The batches of one seed, the same for every setting of equal length and batch size.
+    """The batches of one seed, the same for every config of equal sequence length and batch size.
 
-    `balanced` gives every class the same share of each batch instead of drawing the class of every sequence.
+    With `balanced`, every class has the same number of sequences per batch; otherwise classes are random.
     """
 
-    def __init__(self, seed: int, length: int, batch: int, balanced: bool = False) -> None:
-        if length < 3:
+    def __init__(self, seed: int, seq_len: int, batch_size: int, balanced: bool = False) -> None:
+        if seq_len < 3:
             raise InputError(
-                f"a sequence needs a context token, a query and a label: length 3 or more, not {length}"
+                f"seq_len must be at least 3 (a context token, the query, the label), not {seq_len}",
+                code="sequence-too-short",
             )
-        if batch < 1 or (balanced and batch % N_CLASSES):
-            wanted = f"a positive multiple of {N_CLASSES}" if balanced else "positive"
-            raise InputError(f"the batch size must be {wanted}, not {batch}")
-        self.length, self.batch, self.balanced = length, batch, balanced
+        if batch_size < 1 or (balanced and batch_size % N_CLASSES):
+            valid = f"a positive multiple of {N_CLASSES}" if balanced else "positive"
+            raise InputError(f"batch_size must be {valid}, not {batch_size}", code="invalid-batch-size")
+        self.seq_len, self.batch_size, self.balanced = seq_len, batch_size, balanced
         self._rng = np.random.default_rng(seed)
 
     def sample_sequences(self, steps: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Input tokens (steps, batch, length − 1), the query last, and classes (steps, batch)."""
+        """Return input tokens (steps, B, T − 1), the query last, and classes (steps, B)."""
         if self.balanced:
-            classes = np.tile(np.repeat(np.arange(N_CLASSES), self.batch // N_CLASSES), (steps, 1))
+            classes = np.tile(np.repeat(np.arange(N_CLASSES), self.batch_size // N_CLASSES), (steps, 1))
         else:
-            classes = self._rng.integers(0, N_CLASSES, (steps, self.batch))
-        shape = (steps, self.batch, self.length - 2)
-        tickets = self._rng.integers(0, _WEIGHTED_IDS_BY_CLASS.shape[1], shape, dtype=np.uint16)
-        tickets += (classes * _WEIGHTED_IDS_BY_CLASS.shape[1]).astype(np.uint16)[..., None]
+            classes = self._rng.integers(0, N_CLASSES, (steps, self.batch_size))
+        shape = (steps, self.batch_size, self.seq_len - 2)
+        draws = self._rng.integers(0, _WEIGHTED_IDS_BY_CLASS.shape[1], shape, dtype=np.uint16)
+        draws += (classes * _WEIGHTED_IDS_BY_CLASS.shape[1]).astype(np.uint16)[..., None]
         tokens = np.concatenate(
-            [_WEIGHTED_IDS_BY_CLASS.ravel()[tickets], FIRST_QUERY_ID + classes[..., None]], axis=-1
+            [_WEIGHTED_IDS_BY_CLASS.ravel()[draws], FIRST_QUERY_ID + classes[..., None]], axis=-1
         )
         return tokens, classes
 
     def next_batches(
         self, steps: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batches: counts (steps, batch, 50) and one-hot classes (steps, batch, 4)."""
+        """Return the next batches: counts (steps, B, 50) and one-hot classes (steps, B, 4)."""
         tokens, classes = self.sample_sequences(steps)
         one_hot = torch.from_numpy(classes[..., None] == np.arange(N_CLASSES)).to(dtype)
         return torch.from_numpy(count_tokens(tokens)).to(dtype), one_hot
 
 
 def count_tokens(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each of the fifty ids occurs in each sequence: (…, length) → (…, 50)."""
+    """Count each of the 50 ids in each sequence: (…, T) → (…, 50)."""
     rows = tokens.reshape(-1, tokens.shape[-1])
     offsets = np.arange(len(rows))[:, None] * VOCAB_SIZE
     counts = np.bincount((rows + offsets).ravel(), minlength=len(rows) * VOCAB_SIZE)

@@ -1,12 +1,12 @@
-"""The output-value circuit alone, under attention that is given: what sharper attention buys.
+"""The OV circuit trained under fixed attention on the controlled task.
 
-The controlled task with attention fixed: α spread evenly over a sequence's distinct tokens, 1 − α over the
-others. Only the OV circuit learns, and its loss after equal training falls with α. The marginal gain [L(α) −
-L(α + δ)]/δ, δ = 0.005, is what a little more attention would be worth to the query-key circuit: large for a
-collapsed OV circuit, which leaves much loss to be had, small for a factorised one, which does not. This is
-Vashisht & Ramaswamy's account (ICML 2026, arXiv 2608.06776) of why the two attend differently.
+Attention is fixed: α spread evenly over the distinct tokens of a sequence, 1 − α over the others. Only the OV
+circuit is trained; its final loss L falls with α. The marginal gain [L(α) − L(α + δ)]/δ, δ = 0.005, measures
+the incentive for the QK circuit to sharpen attention. It is large for a collapsed OV circuit and small for a
+factorized one; Vashisht & Ramaswamy (ICML 2026, arXiv 2608.06776) explain with it why the two attend
+differently.
 
-Their circuits have biases here: [W | b] acts on the attended counts with a constant 1 appended.
+The circuits of this experiment have biases: [W | b] is applied to the attended counts with a 1 appended.
 """
 
 from __future__ import annotations
@@ -21,31 +21,29 @@ from qkflow.errors import InputError, unknown
 from qkflow.papers.faster_qk.batched_circuits import (
     Circuit,
     CollapsedCircuit,
-    FactorisedCircuit,
+    FactorizedCircuit,
     uniform_init,
 )
 from qkflow.papers.faster_qk.controlled_task import (
-    FIRST_LABEL_ID,
-    N_CLASSES,
+    LABEL_IDS,
     N_COMMON,
     VOCAB_SIZE,
     BatchStream,
 )
 
 ALPHAS = (0.2, 0.4, 0.6, 0.8, 1.0)
-# Final losses printed by the authors' notebooks: SGD .01, 125,000 steps, batch 128, T = 64, seed 1234.
+# Final losses printed by the authors' notebooks: SGD .01, 125,000 steps, batch size 128, T = 64, seed 1234.
 PUBLISHED_LOSSES = {
     "collapsed": dict(zip(ALPHAS, (0.598, 0.158, 0.0645, 0.0346, 0.0216), strict=True)),
-    "factorised": dict(zip(ALPHAS, (0.00379, 0.00148, 0.000892, 0.000633, 0.000486), strict=True)),
+    "factorized": dict(zip(ALPHAS, (0.00379, 0.00148, 0.000892, 0.000633, 0.000486), strict=True)),
 }
 DEFAULT_STEPS = 125_000
 DELTA = 0.005
 _CHUNK = 250
-_LABELS = slice(FIRST_LABEL_ID, FIRST_LABEL_ID + N_CLASSES)
 
 
-class FactorisedCircuitWithBias(FactorisedCircuit):
-    """W_O·(W_V·p + b_V) + b_O: `right` is [W_V | b_V], and b_O adds to the last column of the product."""
+class FactorizedCircuitWithBias(FactorizedCircuit):
+    """W_O·(W_V·p + b_V) + b_O: `right` is [W_V | b_V], and b_O is added to the last column of the product."""
 
     def __init__(self, left: Tensor, right: Tensor, bias: Tensor) -> None:
         super().__init__(left, right)
@@ -63,17 +61,20 @@ class FactorisedCircuitWithBias(FactorisedCircuit):
 
 @dataclass(frozen=True)
 class FixedAttentionResult:
-    """One attention share: the loss after training, what more attention would gain, and the way there."""
+    """The final loss under one α, its marginal gain, and the loss history."""
 
     kind: str
     alpha: float
     loss: float
-    gain: float | None  # None at α = 1, where there is no more to be had
+    gain: float | None  # None at α = 1
     history: list[tuple[int, float]]  # (step, loss)
 
 
 def build_circuit(kind: str, seeds: Sequence[int], n_alphas: int, dtype: torch.dtype) -> Circuit:
-    """Lanes [seed × α], each seed's start repeated for every α; drawn in the order of nn.Linear modules."""
+    """Build the OV circuits [W | b] of the runs [seed × α]; all α of a seed share the init.
+
+    Sampled in the order of the authors' nn.Linear modules.
+    """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def linear() -> tuple[Tensor, Tensor]:
@@ -86,14 +87,14 @@ def build_circuit(kind: str, seeds: Sequence[int], n_alphas: int, dtype: torch.d
     if kind == "collapsed":
         return CollapsedCircuit(right)
     output, output_bias = linear()
-    return FactorisedCircuitWithBias(output, right, output_bias)
+    return FactorizedCircuitWithBias(output, right, output_bias)
 
 
 def normalize_counts(counts: Tensor) -> Tensor:
-    """Each sequence's common tokens as shares of 1, its distinct tokens as shares of 1, and a constant 1."""
+    """Return (…, 51): shares of the common tokens, shares of the distinct tokens, and a constant 1."""
     common, distinct = counts[..., :N_COMMON], counts[..., N_COMMON:]
     ones = torch.ones_like(counts[..., :1])
-    # A sequence without a distinct token has nothing to put α on: one in 10^12 at length 64.
+    # clamp_min: a sequence may have no distinct token (probability 1e-12 at T = 64)
     parts = [
         common / common.sum(-1, keepdim=True),
         distinct / distinct.sum(-1, keepdim=True).clamp_min(1),
@@ -103,7 +104,7 @@ def normalize_counts(counts: Tensor) -> Tensor:
 
 
 def apply_fixed_attention(normalized_counts: Tensor, alphas: Tensor) -> Tensor:
-    """[p | 1] under every α: (S, B, 51) → (S·A, B, 51)."""
+    """Return [p | 1] under every α: (S, B, 51) → (S·A, B, 51) for S seeds and A values of α."""
     weights = alphas.new_ones(len(alphas), 1, VOCAB_SIZE + 1)
     weights[..., :N_COMMON] = (1 - alphas)[:, None, None]
     weights[..., N_COMMON:VOCAB_SIZE] = alphas[:, None, None]
@@ -111,18 +112,18 @@ def apply_fixed_attention(normalized_counts: Tensor, alphas: Tensor) -> Tensor:
 
 
 def gradient(inputs: Tensor, targets: Tensor, matrix: Tensor) -> Tensor:
-    """B times ∂L/∂[W | b] for inputs [p | 1] and one-hot classes."""
+    """Return B·∂L/∂[W | b] (R, 50, 51) for inputs [p | 1] (R, B, 51) and one-hot classes (B, 4)."""
     error = torch.softmax(torch.bmm(inputs, matrix.mT), -1)
-    error[..., _LABELS] -= targets
+    error[..., LABEL_IDS] -= targets
     return torch.bmm(error.mT, inputs)
 
 
 def losses(ov: Circuit, normalized_counts: Tensor, targets: Tensor, alphas: Tensor) -> Tensor:
-    """Mean loss under each α, over seeds and over the instances (1, B, 51)."""
+    """Return the loss (A,) under each α, averaged over seeds and the instances (1, B, 51)."""
     matrix = ov.value().double()
     inputs = apply_fixed_attention(normalized_counts, alphas).repeat(len(matrix) // len(alphas), 1, 1)
-    logarithms = torch.log_softmax(torch.bmm(inputs, matrix.mT), -1)[..., _LABELS]
-    return -(logarithms * targets).sum(-1).mean(-1).view(-1, len(alphas)).mean(0)
+    log_probs = torch.log_softmax(torch.bmm(inputs, matrix.mT), -1)[..., LABEL_IDS]
+    return -(log_probs * targets).sum(-1).mean(-1).view(-1, len(alphas)).mean(0)
 
 
 def train_fixed_attention(
@@ -130,38 +131,41 @@ def train_fixed_attention(
     seeds: Sequence[int],
     steps: int = DEFAULT_STEPS,
     lr: float = 0.01,
-    batch: int = 128,
-    length: int = 64,
+    batch_size: int = 128,
+    seq_len: int = 64,
     alphas: Sequence[float] = ALPHAS,
     on_progress: Callable[[int], None] = lambda steps: None,
     dtype: torch.dtype = torch.float32,
 ) -> list[FixedAttentionResult]:
-    """Train the OV circuit under each α, averaged over seeds; every α of a seed sees the same batches."""
+    """Train the OV circuit under each α and average over seeds; all α of a seed share the batches."""
     if kind not in PUBLISHED_LOSSES:
         raise unknown("circuit", kind, PUBLISHED_LOSSES)
     if steps < 1 or not lr > 0:
-        raise InputError(f"steps and learning rate must be positive, not {steps} and {lr}")
+        raise InputError(f"steps and lr must be positive, not {steps} and {lr}", code="option-not-positive")
     if any(not 0 <= alpha <= 1 for alpha in alphas):
-        raise InputError(f"an attention share lies between 0 and 1: {', '.join(map(str, alphas))}")
-    streams = [BatchStream(seed, length, batch, balanced=True) for seed in seeds]
-    shares = torch.tensor(alphas, dtype=torch.float64)
-    counts, truth = BatchStream(2**32, length, 40_000, balanced=True).next_batches(1, torch.float64)
-    fresh = normalize_counts(counts)
+        raise InputError(
+            f"alpha must lie between 0 and 1, not {', '.join(map(str, alphas))}", code="alpha-out-of-range"
+        )
+    streams = [BatchStream(seed, seq_len, batch_size, balanced=True) for seed in seeds]
+    alpha_values = torch.tensor(alphas, dtype=torch.float64)
+    counts, targets = BatchStream(2**32, seq_len, 40_000, balanced=True).next_batches(1, torch.float64)
+    held_out = normalize_counts(counts)
     history: list[tuple[int, Tensor]] = []
     with torch.inference_mode():
         ov = build_circuit(kind, seeds, len(alphas), dtype)
         for start in range(0, steps, _CHUNK):
             chunk = min(_CHUNK, steps - start)
-            _train_chunk(ov, [stream.next_batches(chunk, dtype) for stream in streams], shares.to(dtype), lr)
+            batches = [stream.next_batches(chunk, dtype) for stream in streams]
+            _train_chunk(ov, batches, alpha_values.to(dtype), lr)
             on_progress(chunk)
             if (start // _CHUNK) % max(1, steps // _CHUNK // 25) == 0:
-                history.append((start + chunk, losses(ov, fresh[:, ::10], truth[:, ::10], shares)))
-        final = losses(ov, fresh, truth, shares)
-        sharper = losses(ov, fresh, truth, shares + DELTA)
+                history.append((start + chunk, losses(ov, held_out[:, ::10], targets[:, ::10], alpha_values)))
+        final = losses(ov, held_out, targets, alpha_values)
+        sharper = losses(ov, held_out, targets, alpha_values + DELTA)
     if not bool(final.isfinite().all()):
-        raise InputError(f"the {kind} circuit diverged: lower the learning rate {lr:g}")
+        raise InputError(f"the {kind} circuit diverged: lower the learning rate {lr:g}", code="diverged")
     gains = ((final - sharper) / DELTA).tolist()
-    curves = [[(step, float(found[index])) for step, found in history] for index in range(len(alphas))]
+    curves = [[(step, float(values[index])) for step, values in history] for index in range(len(alphas))]
     return [
         FixedAttentionResult(kind, alpha, loss, gain if alpha + DELTA <= 1 else None, [*curve, (steps, loss)])
         for alpha, loss, gain, curve in zip(alphas, final.tolist(), gains, curves, strict=True)
@@ -169,8 +173,9 @@ def train_fixed_attention(
 
 
 def _train_chunk(ov: Circuit, batches: list[tuple[Tensor, Tensor]], alphas: Tensor, lr: float) -> None:
-    """One step of gradient descent per batch; balanced batches list their classes in one fixed order."""
+    """Take one SGD step per batch; balanced batches all have the same targets (B, 4)."""
     inputs = torch.stack([normalize_counts(counts) for counts, _ in batches], 1)
-    truth = batches[0][1][0]
+    targets = batches[0][1][0]
     for step in inputs:
-        ov.sgd_step(gradient(apply_fixed_attention(step, alphas), truth, ov.value()).mul_(lr / len(truth)))
+        grad = gradient(apply_fixed_attention(step, alphas), targets, ov.value())
+        ov.sgd_step(grad.mul_(lr / len(targets)))

@@ -1,8 +1,7 @@
-"""Many settings at once: equal shapes as lanes of one computation, other shapes in other processes."""
+"""Train many configs: those of equal shape in one batched computation, different shapes in processes."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
@@ -10,6 +9,7 @@ from queue import Empty
 from typing import Any
 
 from qkflow.papers.faster_qk.synthetic import SyntheticConfig, SyntheticResult, train_synthetic
+from qkflow.system import process_cpu_count
 
 _report_progress: Callable[[int], None]
 
@@ -17,19 +17,20 @@ _report_progress: Callable[[int], None]
 def sweep(
     configs: Sequence[SyntheticConfig], seeds: Sequence[int], workers: int, on_progress: Callable[[int], None]
 ) -> list[SyntheticResult]:
-    """Every setting with every seed, in order. `workers` 0: a process per shape, up to the cores at hand."""
+    """Train every config with every seed; results keep the order of `configs`, then `seeds`.
+
+    `workers` 0 uses one process per shape, at most one per available CPU.
+    """
     groups: dict[tuple[str, int, int], list[SyntheticConfig]] = {}
-    for setting in configs:
-        groups.setdefault(setting.batching_key, []).append(setting)
-    workers = min(workers or os.cpu_count() or 1, len(groups))
-    longest_first = sorted(groups.values(), key=lambda group: -sum(each.steps for each in group))
+    for config in configs:
+        groups.setdefault(config.batching_key, []).append(config)
+    workers = min(workers or process_cpu_count(), len(groups))
+    longest_first = sorted(groups.values(), key=lambda group: -sum(config.steps for config in group))
     if workers == 1:
-        outcomes = [
-            outcome for group in longest_first for outcome in train_synthetic(group, seeds, on_progress)
-        ]
+        results = [result for group in longest_first for result in train_synthetic(group, seeds, on_progress)]
     else:
-        outcomes = _run_in_processes(longest_first, seeds, workers, on_progress)
-    return sorted(outcomes, key=lambda each: (configs.index(each.config), seeds.index(each.seed)))
+        results = _run_in_processes(longest_first, seeds, workers, on_progress)
+    return sorted(results, key=lambda each: (configs.index(each.config), seeds.index(each.seed)))
 
 
 def _run_in_processes(
@@ -38,7 +39,7 @@ def _run_in_processes(
     workers: int,
     on_progress: Callable[[int], None],
 ) -> list[SyntheticResult]:
-    context = get_context("spawn")  # a forked child may inherit locked threads of torch
+    context = get_context("spawn")  # a forked child may inherit locks held by threads of torch
     reports: Any = context.Queue()
     pending: set[Future[list[SyntheticResult]]]
     with ProcessPoolExecutor(workers, context, _init_worker, (reports,)) as pool:
@@ -51,14 +52,14 @@ def _run_in_processes(
                     on_progress(reports.get_nowait())
                 except Empty:
                     break
-        return [outcome for future in futures for outcome in future.result()]
+        return [result for future in futures for result in future.result()]
 
 
 def _init_worker(reports: Any) -> None:
     import torch
 
     global _report_progress
-    torch.set_num_threads(1)  # the matrices are far too small to share
+    torch.set_num_threads(1)  # the matrices are too small to parallelize
     _report_progress = reports.put
 
 

@@ -1,18 +1,18 @@
-"""Attention trained on the controlled task in count space: the same gradients, none of the tokens.
+"""Attention trained on the controlled task in count space.
 
 The model is one attention head without positions, residual, MLP, norm or bias: scores qᵀW_QK·k/√50, output
-W_OV·Σ aₜxₜ, one-hot inputs. Tokens with the same id get the same score, so with counts n and scores s of the
-query's row,
+W_OV·Σ aₜxₜ, one-hot inputs. Tokens with the same id have the same score, so with counts n and the scores s of
+the query's row of W_QK,
 
-    p_j = n_j·e^{s_j} / Σ n_l·e^{s_l}        logits = W_OV · p        (p_j: attention on all tokens with id j)
+    p_j = n_j·e^{s_j} / Σ n_l·e^{s_l}        logits = W_OV·p        (p_j: attention on all tokens with id j)
 
-and only the four query rows of W_QK ever act or learn. Gradients are written out, since each is one small
-product:
+and only the four query rows of W_QK have an effect or a gradient. The gradients in closed form:
 
-    G = softmax(logits) − truth        ∂L/∂W_OV = Gᵀp / B        ∂L/∂s = p ⊙ (GW_OV − ⟨p, GW_OV⟩) / B
+    G = softmax(logits) − target        ∂L/∂W_OV = Gᵀp / B        ∂L/∂s = p ⊙ (GW_OV − ⟨p, GW_OV⟩) / B
 
-Runs that share a parameterisation and length are lanes of one batched computation, each with its own learning
-rates and seed. Runs of one seed share their start, where the start is the same, and every batch.
+Runs with the same parameterization, sequence length and batch size train in one batched computation (axis R
+of every tensor), each with its own learning rates and seed. Runs of one seed share the batches and, for the
+same kind of init, the initial values.
 """
 
 from __future__ import annotations
@@ -26,130 +26,131 @@ import torch
 from torch import Tensor
 
 from qkflow.errors import InputError, unknown
+from qkflow.measures.heatmap import attention_heatmap
 from qkflow.papers.faster_qk.batched_circuits import (
     Circuit,
     CollapsedCircuit,
-    FactorisedCircuit,
+    FactorizedCircuit,
     identity_init,
     uniform_init,
 )
-from qkflow.papers.faster_qk.controlled_task import (
-    FIRST_LABEL_ID,
-    FIRST_QUERY_ID,
-    N_CLASSES,
-    N_COMMON,
-    VOCAB_SIZE,
-    BatchStream,
-)
+from qkflow.papers.faster_qk.controlled_task import LABEL_IDS, N_COMMON, QUERY_IDS, VOCAB_SIZE, BatchStream
 from qkflow.papers.faster_qk.reduced_flow import KINDS
 
-BIN_EDGES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # bins of the heatmap, on both axes
-LOSS_WINDOW = 250  # steps over which the stop rule averages the loss
+EPOCH_STEPS = 250  # 8,000 sequences at batch size 32
+EPOCHS_PER_CHECK = 10
 INITS = ("identity", "uniform")
 _SCORE_SCALE = VOCAB_SIZE**-0.5
-_LABELS = slice(FIRST_LABEL_ID, FIRST_LABEL_ID + N_CLASSES)
-_QUERIES = slice(FIRST_QUERY_ID, FIRST_QUERY_ID + N_CLASSES)
 
 
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """One cell of the figure: parameterisation, learning rates η_QK and η_OV, and how long it trains.
+    """One setting: parameterization, learning rates η_QK and η_OV, and duration.
 
-    η_QK grows as η_QK·[1 + (growth − 1)·step/steps]. Training stops after `steps`, or once the loss averaged
-    over 250 steps is at most `stop_loss`. A circuit starts at 1e-6·I (identity) or U(±1/√50) (uniform), in
-    every factor.
+    η_QK grows as η_QK·[1 + (growth − 1)·step/steps]. A circuit's init is 1e-6·I (identity) or U(±1/√50)
+    (uniform), in every factor. Training ends after `steps`, or earlier by the stop rule: after every tenth
+    epoch it ends if the mean loss of that epoch is at most `stop_loss`. An epoch is 250 steps, i.e. 8,000
+    sequences at batch size 32; the data is sampled, so an epoch is not a pass over a fixed set.
     """
 
     name: str
     kind: str
     qk_lr: float = 0.01
     ov_lr: float = 0.01
-    length: int = 64
+    seq_len: int = 64
     steps: int = 200_000
     growth: float = 1.0
     stop_loss: float = 0.0
     qk_init: str = "identity"
     ov_init: str = "identity"
-    batch: int = 32
+    batch_size: int = 32
     published: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise unknown("setting", self.kind, KINDS)
-        for start in (self.qk_init, self.ov_init):
-            if start not in INITS:
-                raise unknown("init", start, INITS)
+        for init in (self.qk_init, self.ov_init):
+            if init not in INITS:
+                raise unknown("init", init, INITS)
         for name in ("qk_lr", "ov_lr", "steps", "growth"):
             if not getattr(self, name) > 0:
-                raise InputError(f"{name} must be positive, not {getattr(self, name)}")
-        BatchStream(0, self.length, self.batch)  # refuses what it cannot draw
+                raise InputError(
+                    f"{name} must be positive, not {getattr(self, name)}", code="option-not-positive"
+                )
+        BatchStream(0, self.seq_len, self.batch_size)  # checks both
 
     @property
     def batching_key(self) -> tuple[str, int, int]:
-        """Settings of equal shape train as lanes of one computation."""
-        return self.kind, self.length, self.batch
+        """Configs with equal keys can train in one batched computation."""
+        return self.kind, self.seq_len, self.batch_size
 
 
-# The settings of the published figure, with steps, stop rule and starts as in the authors' notebooks, and the
-# rows their notebooks print: % of instances by attention on distinct tokens, bins of 0.2, all with p(truth) ≥
-# 0.8.
+# The settings of the published figure, with steps, stop rule and inits of the authors' notebooks. `published`
+# is the row their notebooks print: % of instances by attention on distinct tokens, in bins of 0.2.
 FIGURE_CONFIGS = (
     SyntheticConfig("FAFO .01/.01", "FAFO", 0.01, 0.01, 64, 625_000, stop_loss=1e-3, qk_init="uniform",
-            published=(0.1, 64.1, 35.7, 0.0, 0.0)),
+                    published=(0.1, 64.1, 35.7, 0.0, 0.0)),
     SyntheticConfig("FACO .01/.01", "FACO", 0.01, 0.01, 64, 625_000, stop_loss=1e-3,
-            published=(0.0, 0.0, 0.0, 5.4, 94.6)),
+                    published=(0.0, 0.0, 0.0, 5.4, 94.6)),
     SyntheticConfig("FAFO .2/.01", "FAFO", 0.2, 0.01, 64, 100_000, stop_loss=1e-3),
     SyntheticConfig("FAFO .01→.4/.01", "FAFO", 0.01, 0.01, 64, 200_000, growth=40),
     SyntheticConfig("CACO .05/.01", "CACO", 0.05, 0.01, 128, 200_000, qk_init="uniform", ov_init="uniform",
-            published=(0.0, 0.0, 2.3, 76.8, 20.8)),
+                    published=(0.0, 0.0, 2.3, 76.8, 20.8)),
     SyntheticConfig("CACO .01→.1/.01", "CACO", 0.01, 0.01, 128, 200_000, growth=10, qk_init="uniform",
-            ov_init="uniform", published=(0.0, 0.0, 2.6, 86.9, 10.5)),
+                    ov_init="uniform", published=(0.0, 0.0, 2.6, 86.9, 10.5)),
 )  # fmt: skip
 
-
-# What a single cell takes from its kind, as in the authors' notebooks (of CAFO and of CACO at T = 64 they
-# show no result).
-_DEFAULT_CONFIGS = {
-    "FAFO": FIGURE_CONFIGS[0],
-    "FACO": FIGURE_CONFIGS[1],
-    "CAFO": SyntheticConfig("", "CAFO", steps=1_000_000, stop_loss=1e-3),
-    "CACO": SyntheticConfig("", "CACO", steps=500_000, stop_loss=1e-3, qk_init="uniform", ov_init="uniform"),
-}
+# Steps, stop rule and inits of other settings, by kind and sequence length, as in the authors' notebooks. The
+# notebooks print no result for CAFO and for CACO at T = 64.
+_DEFAULT_CONFIGS = (
+    FIGURE_CONFIGS[0],
+    FIGURE_CONFIGS[1],
+    SyntheticConfig("", "CAFO", steps=1_000_000, stop_loss=1e-3),
+    SyntheticConfig("", "CACO", steps=500_000, stop_loss=1e-3, qk_init="uniform", ov_init="uniform"),
+    FIGURE_CONFIGS[4],
+)
 
 
 def synthetic_config(
     kind: str,
     qk_lr: float = 0.01,
     ov_lr: float = 0.01,
-    length: int = 64,
+    seq_len: int = 64,
     growth: float = 1.0,
     **overrides: Any,
 ) -> SyntheticConfig:
-    """One setting by kind, rates and length: the figure's if it has one, else new; `others` override."""
+    """Return the config of the figure with these values if there is one, else a new one.
+
+    A new config has the steps, stop rule and inits that the authors' notebooks use for this kind at the
+    nearest sequence length. `overrides` replace any field.
+    """
     if kind not in KINDS:
         raise unknown("setting", kind, KINDS)
-    asked: dict[str, Any] = {"kind": kind, "qk_lr": qk_lr, "ov_lr": ov_lr, "length": length, "growth": growth}
-    for known in FIGURE_CONFIGS:
-        if all(getattr(known, name) == value for name, value in asked.items()):
-            changed = {name: value for name, value in overrides.items() if value != getattr(known, name)}
-            return replace(known, **changed, published=None) if changed else known
+    values = {"kind": kind, "qk_lr": qk_lr, "ov_lr": ov_lr, "seq_len": seq_len, "growth": growth}
+    for config in FIGURE_CONFIGS:
+        if all(getattr(config, name) == value for name, value in values.items()):
+            changes = {name: value for name, value in overrides.items() if value != getattr(config, name)}
+            return replace(config, **changes, published=None) if changes else config
     rate = f"{qk_lr:g}→{qk_lr * growth:g}" if growth != 1 else f"{qk_lr:g}"
-    return replace(
-        _DEFAULT_CONFIGS[kind], name=f"{kind} {rate}/{ov_lr:g}", published=None, **asked, **overrides
+    defaults = min(
+        (config for config in _DEFAULT_CONFIGS if config.kind == kind),
+        key=lambda config: abs(config.seq_len - seq_len),
     )
+    changes = {"name": f"{kind} {rate}/{ov_lr:g}", "published": None, **values, **overrides}
+    return replace(defaults, **changes)
 
 
 @dataclass
 class SyntheticResult:
-    """What one run came to, on fresh instances."""
+    """One trained run, evaluated on held-out instances."""
 
     config: SyntheticConfig
     seed: int
     steps: int
     loss: float
     mean_distinct_attention: float
-    mean_query_attention: float  # on the query's own id, which names the class as well
-    heatmap: np.ndarray = field(repr=False)  # % of instances, [attention bin, probability bin]
+    mean_query_attention: float  # on the query's own id, which also determines the class
+    heatmap: np.ndarray = field(repr=False)  # % of instances, [attention bin, label probability bin]
 
     @property
     def attention_histogram(self) -> np.ndarray:
@@ -160,52 +161,54 @@ class SyntheticResult:
 def build_circuits(
     configs: Sequence[SyntheticConfig], seeds: Sequence[int], dtype: torch.dtype
 ) -> tuple[Circuit, Circuit]:
-    """The QK and OV circuits of the lanes at their starts; QK keeps the four rows that queries select.
+    """Build the initial QK (R, 4, 50) and OV (R, 50, 50) circuits; QK has the four query rows only.
 
-    Uniform starts draw K, Q, V, O (or W_QK, W_OV) in this order from the lane's seed, every one of them
-    whatever the start, so that lanes of one seed start alike.
+    K, Q, V, O (or W_QK, W_OV) are sampled in this order from the run's seed, also where the init is the
+    identity, so that runs of one seed share every sampled matrix.
     """
-    kind, lanes = configs[0].kind, len(configs)
+    kind, n_runs = configs[0].kind, len(configs)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def matrix(start: str) -> Tensor:
-        drawn = uniform_init(generators, VOCAB_SIZE, VOCAB_SIZE, dtype=dtype)
-        lane_starts = [getattr(each, start) for each in configs]
-        chosen = torch.tensor([name == "uniform" for name in lane_starts])[:, None, None]
-        return torch.where(chosen, drawn, identity_init(lanes, dtype))
+    def init_matrix(option: str) -> Tensor:
+        uniform = uniform_init(generators, VOCAB_SIZE, VOCAB_SIZE, dtype=dtype)
+        is_uniform = torch.tensor([getattr(config, option) == "uniform" for config in configs])
+        return torch.where(is_uniform[:, None, None], uniform, identity_init(n_runs, dtype))
 
     qk: Circuit
     if kind.startswith("FA"):
-        key, query = matrix("qk_init"), matrix("qk_init")
-        qk = FactorisedCircuit(query[:, :, _QUERIES].mT.contiguous(), key)
+        key, query = init_matrix("qk_init"), init_matrix("qk_init")
+        qk = FactorizedCircuit(query[:, :, QUERY_IDS].mT.contiguous(), key)
     else:
-        qk = CollapsedCircuit(matrix("qk_init")[:, _QUERIES].contiguous())
+        qk = CollapsedCircuit(init_matrix("qk_init")[:, QUERY_IDS].contiguous())
     if kind.endswith("FO"):
-        value, output = matrix("ov_init"), matrix("ov_init")
-        return qk, FactorisedCircuit(output, value)
-    return qk, CollapsedCircuit(matrix("ov_init"))
+        value, output = init_matrix("ov_init"), init_matrix("ov_init")
+        return qk, FactorizedCircuit(output, value)
+    return qk, CollapsedCircuit(init_matrix("ov_init"))
 
 
 def attention_by_id(counts: Tensor, classes: Tensor, scores: Tensor) -> Tensor:
-    """p, the attention on each id: (lanes, B, 50), from counts, classes and query rows (lanes, 4, 50)."""
-    strength = torch.exp(scores - scores.amax(-1, keepdim=True))
-    weights = torch.bmm(classes, strength).mul_(counts)
+    """Return p (R, B, 50), the attention on each id.
+
+    `counts` (R, B, 50), one-hot `classes` (R, B, 4), `scores` of the query rows (R, 4, 50).
+    """
+    exp_scores = torch.exp(scores - scores.amax(-1, keepdim=True))
+    weights = torch.bmm(classes, exp_scores).mul_(counts)
     return weights.div_(weights.sum(-1, keepdim=True))
 
 
 def gradients(
     counts: Tensor, classes: Tensor, scores: Tensor, ov_weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """p(truth) of every instance, (lanes, B), and B times ∂L/∂scores and ∂L/∂matrix, which is W_OV."""
+    """Return the label probabilities (R, B), B·∂L/∂scores (R, 4, 50) and B·∂L/∂W_OV (R, 50, 50)."""
     attention = attention_by_id(counts, classes, scores)
     error = torch.softmax(torch.bmm(attention, ov_weight.mT), -1)
-    labels = error[..., _LABELS]  # labels follow classes in order: a view, not a gather
-    truth = (labels * classes).sum(-1)
+    labels = error[..., LABEL_IDS]  # label ids are in the order of the classes, so this is a view
+    label_probs = (labels * classes).sum(-1)
     labels.sub_(classes)
-    by_matrix = torch.bmm(error.mT, attention)
-    pull = torch.bmm(error, ov_weight).mul_(attention)
-    pull.sub_(attention.mul_(pull.sum(-1, keepdim=True)))
-    return truth, torch.bmm(classes.mT, pull), by_matrix
+    ov_grad = torch.bmm(error.mT, attention)
+    score_grad = torch.bmm(error, ov_weight).mul_(attention)
+    score_grad.sub_(attention.mul_(score_grad.sum(-1, keepdim=True)))
+    return label_probs, torch.bmm(classes.mT, score_grad), ov_grad
 
 
 def train_synthetic(
@@ -215,42 +218,58 @@ def train_synthetic(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> list[SyntheticResult]:
-    """Train every setting, all of one `shape`, with every seed; `advance` hears how many steps lanes took."""
-    if len({each.batching_key for each in configs}) != 1:
-        raise InputError("settings trained together must agree in parameterisation, length and batch")
-    _, length, batch = configs[0].batching_key
-    lanes = [(setting, seed) for setting in configs for seed in seeds]
-    streams = [BatchStream(seed, length, batch) for seed in seeds]
-    stream_of = torch.tensor([index for _ in configs for index in range(len(seeds))], device=device)
+    """Train every config with every seed. All configs must have the same `batching_key`.
+
+    `on_progress` receives the number of steps taken, summed over runs; skipped steps of a run that stops
+    early are included.
+    """
+    if len({config.batching_key for config in configs}) != 1:
+        raise InputError(
+            "configs trained together must have the same kind, seq_len and batch_size",
+            code="mixed-config-shapes",
+        )
+    _, seq_len, batch_size = configs[0].batching_key
+    runs = [(config, seed) for config in configs for seed in seeds]
+    streams = [BatchStream(seed, seq_len, batch_size) for seed in seeds]
+    stream_index = torch.tensor([index for _ in configs for index in range(len(seeds))], device=device)
+    results: list[SyntheticResult] = []
+    done = 0
     with torch.inference_mode():
-        qk, ov = build_circuits([setting for setting, _ in lanes], [seed for _, seed in lanes], dtype)
+        qk, ov = build_circuits([config for config, _ in runs], [seed for _, seed in runs], dtype)
         for circuit in (qk, ov):
             _to_device(circuit, device)
-        finished: list[SyntheticResult] = []
-        done = 0
-        while lanes:
-            steps = min(LOSS_WINDOW, min(setting.steps for setting, _ in lanes) - done)
+        while runs:
+            steps = min(EPOCH_STEPS, min(config.steps for config, _ in runs) - done)
             batches = [stream.next_batches(steps, dtype) for stream in streams]
-            losses = _train_window(qk, ov, [setting for setting, _ in lanes], batches, stream_of, done)
+            losses = _train_epoch(qk, ov, [config for config, _ in runs], batches, stream_index, done)
             done += steps
-            on_progress(steps * len(lanes))
-            ended = [
-                s.steps <= done or loss <= s.stop_loss for (s, _), loss in zip(lanes, losses, strict=True)
+            on_progress(steps * len(runs))
+            finished = [
+                _is_finished(config, done, loss) for (config, _), loss in zip(runs, losses, strict=True)
             ]
-            if any(ended):
-                final = zip(lanes, qk.value().cpu() * _SCORE_SCALE, ov.value().cpu(), ended, strict=True)
-                finished += [_evaluate(*lane, done, scores, w) for lane, scores, w, end in final if end]
-                on_progress(sum(s.steps - done for (s, _), end in zip(lanes, ended, strict=True) if end))
-                going = [index for index, end in enumerate(ended) if not end]
-                lanes = [lanes[index] for index in going]
-                kept = torch.tensor(going, dtype=torch.long, device=device)
-                stream_of = stream_of[kept]
-                qk.select_runs(kept)
-                ov.select_runs(kept)
-    return sorted(finished, key=lambda each: (configs.index(each.config), seeds.index(each.seed)))
+            if not any(finished):
+                continue
+            scores, ov_weights = qk.value().cpu() * _SCORE_SCALE, ov.value().cpu()
+            for index in (i for i, end in enumerate(finished) if end):
+                config, seed = runs[index]
+                results.append(_evaluate(config, seed, done, scores[index], ov_weights[index]))
+                on_progress(config.steps - done)
+            kept = [index for index, end in enumerate(finished) if not end]
+            runs = [runs[index] for index in kept]
+            kept_index = torch.tensor(kept, dtype=torch.long, device=device)
+            stream_index = stream_index[kept_index]
+            qk.select_runs(kept_index)
+            ov.select_runs(kept_index)
+    return sorted(results, key=lambda result: (configs.index(result.config), seeds.index(result.seed)))
 
 
-def _train_window(
+def _is_finished(config: SyntheticConfig, step: int, epoch_loss: float) -> bool:
+    """Apply the stop rule of `SyntheticConfig` after the epoch that ends at `step`."""
+    is_check = step % (EPOCHS_PER_CHECK * EPOCH_STEPS) == 0
+    return step >= config.steps or (is_check and epoch_loss <= config.stop_loss)
+
+
+def _train_epoch(
     qk: Circuit,
     ov: Circuit,
     configs: list[SyntheticConfig],
@@ -258,33 +277,34 @@ def _train_window(
     stream_index: Tensor,
     steps_done: int,
 ) -> list[float]:
-    """Train all lanes on a chunk of batches, one per seed; return each lane's mean loss."""
+    """Train all runs on the batches of an epoch, one stream per seed. Return the mean loss of each run."""
     counts = torch.stack([counts for counts, _ in batches], 1).to(stream_index.device)
     classes = torch.stack([classes for _, classes in batches], 1).to(stream_index.device)
-    steps, batch = counts.shape[0], counts.shape[2]
+    steps, batch_size = counts.shape[0], counts.shape[2]
 
-    def per_lane(values: list[float]) -> Tensor:
+    def per_run(values: list[float]) -> Tensor:
         return counts.new_tensor(values)[:, None, None]
 
-    rate_ov = per_lane([each.ov_lr / batch for each in configs])
-    growth = per_lane([(each.growth - 1) / each.steps for each in configs])
-    elapsed = torch.arange(steps_done, steps_done + steps).to(counts)[:, None, None, None]
-    rates_qk = per_lane([each.qk_lr * _SCORE_SCALE / batch for each in configs]) * (1 + growth * elapsed)
-    truths = counts.new_empty(steps, len(configs), batch)
+    ov_lr = per_run([config.ov_lr / batch_size for config in configs])
+    growth = per_run([(config.growth - 1) / config.steps for config in configs])
+    step_index = torch.arange(steps_done, steps_done + steps).to(counts)[:, None, None, None]
+    qk_lr = per_run([config.qk_lr * _SCORE_SCALE / batch_size for config in configs])
+    qk_lrs = qk_lr * (1 + growth * step_index)
+    label_probs = counts.new_empty(steps, len(configs), batch_size)
     for step in range(steps):
-        truths[step], by_scores, by_matrix = gradients(
+        label_probs[step], score_grad, ov_grad = gradients(
             counts[step].index_select(0, stream_index),
             classes[step].index_select(0, stream_index),
             qk.value() * _SCORE_SCALE,
             ov.value(),
         )
-        qk.sgd_step(by_scores.mul_(rates_qk[step]))
-        ov.sgd_step(by_matrix.mul_(rate_ov))
-    losses: list[float] = truths.log_().mean((0, 2)).neg_().tolist()
-    for setting, value in zip(configs, losses, strict=True):
-        if not np.isfinite(value):
+        qk.sgd_step(score_grad.mul_(qk_lrs[step]))
+        ov.sgd_step(ov_grad.mul_(ov_lr))
+    losses: list[float] = label_probs.log_().mean((0, 2)).neg_().tolist()
+    for config, loss in zip(configs, losses, strict=True):
+        if not np.isfinite(loss):
             raise InputError(
-                f"{setting.name} diverged by step {steps_done + steps}: lower its learning rates"
+                f"{config.name} diverged by step {steps_done + steps}: lower qk_lr or ov_lr", code="diverged"
             )
     return losses
 
@@ -297,18 +317,19 @@ def _to_device(circuit: Circuit, device: str) -> None:
 def _evaluate(
     config: SyntheticConfig, seed: int, steps: int, scores: Tensor, ov_weight: Tensor
 ) -> SyntheticResult:
-    """Judge one lane on 20,000 instances that training never drew."""
-    fresh = BatchStream(seed + 2**32, config.length, 20_000)
-    counts, classes = fresh.next_batches(1, torch.float64)
+    """Evaluate one run on 20,000 instances from a stream that training does not use."""
+    held_out = BatchStream(seed + 2**32, config.seq_len, 20_000)
+    counts, classes = held_out.next_batches(1, torch.float64)
     attention = attention_by_id(counts, classes, scores.double()[None])
-    truth = torch.softmax(torch.bmm(attention, ov_weight.double()[None].mT), -1)[..., _LABELS]
-    probability = (truth * classes).sum(-1)[0].numpy()
+    probs = torch.softmax(torch.bmm(attention, ov_weight.double()[None].mT), -1)[..., LABEL_IDS]
+    label_probs = (probs * classes).sum(-1)[0].numpy()
     distinct = attention[0, :, N_COMMON:].sum(-1).numpy()
-    query = float((attention[..., _QUERIES] * classes).sum(-1).mean())
-    edges = np.array(BIN_EDGES)
-    edges[-1] += 1e-9  # attention may round to a hair above 1
-    heatmap, _, _ = np.histogram2d(distinct, probability, bins=[edges, edges])
-    loss = float(-np.log(probability).mean())
     return SyntheticResult(
-        config, seed, steps, loss, float(distinct.mean()), query, 100 * heatmap / len(distinct)
+        config,
+        seed,
+        steps,
+        loss=float(-np.log(label_probs).mean()),
+        mean_distinct_attention=float(distinct.mean()),
+        mean_query_attention=float((attention[..., QUERY_IDS] * classes).sum(-1).mean()),
+        heatmap=attention_heatmap(distinct, label_probs),
     )
