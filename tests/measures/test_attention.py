@@ -66,6 +66,16 @@ def test_probe_of_every_coupling_and_scoring(coupling: str, scoring: str) -> Non
     assert ("step_size" in summary) == has_step
 
 
+def test_diagnostics_of_a_third_party_coupling_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    coupling = type(model.blocks[0].attention.coupling)
+    monkeypatch.setattr(coupling, "diagnostics", lambda self: {"angle": torch.tensor([0.1, 0.2, 0.3, 0.4])})
+    layers = probe_attention(model, IDS, keep_weights=True)
+    assert layers[0].to_dict()["angle"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert layers[1].head_value("angle", 2) == pytest.approx(0.3)
+    assert summarize_probe(layers)["angle"] == pytest.approx([0.25, 0.25])
+
+
 def test_kept_weights_are_of_the_first_window() -> None:
     model = small_model()
     layer = probe_attention(model, IDS, keep_weights=True)[0]

@@ -83,4 +83,4 @@ def test_findings_tell_open_gates_from_closed_ones_and_what_opening_pays() -> No
     (contrast,) = found["contrasts"]
     assert (contrast["variant"], contrast["against"]) == ("slow:warm-gate", "slow")
     assert contrast["difference"]["mean"] == pytest.approx(-0.1)
-    assert found["sentences"][-1].endswith("pays")
+    assert found["sentences"][-1].endswith("helps")

@@ -105,14 +105,13 @@ def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
     sigma = torch.linalg.svdvals(weights)
     gap = 1 - sigma[..., 1] / sigma[..., 0] if sigma.shape[-1] > 1 else torch.ones_like(entropy)
     rank = torch.special.entr(sigma / sigma.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
-    diagnostics = layer.coupling.diagnostics()
     return LayerProbe(
         entropy=entropy.mean(dim=0).tolist(),
         sink_mass=sink.mean(dim=0).tolist(),
         spectral_gap=gap.mean(dim=0).tolist(),
         effective_rank=rank.mean(dim=0).tolist(),
         max_logit=_max_logits(layer, x),
-        diagnostics={name: value.tolist() for name, value in diagnostics.items()},
+        diagnostics={name: value.tolist() for name, value in layer.coupling.diagnostics().items()},
         weights=weights[0].cpu() if keep_weights else None,
     )
 

@@ -25,25 +25,23 @@ CONTRASTS = {
 
 
 def gate_findings(comparison: Comparison) -> dict[str, Any]:
-    """Return `gates` (a row per slow path variant), `contrasts` (paired differences) and `sentences`."""
+    """`gates`: one row a variant with a slow path; `contrasts`: paired differences; `sentences`: in words."""
     confidence = comparison.summary["config"]["confidence"]
     by_cell: dict[str, dict[int, RunData]] = {}
     for run in comparison.runs:
         if run.phase == "compare" and run.loss is not None:
             by_cell.setdefault(run.cell, {})[run.seed] = run
-    all_rows = [comparison.summary["reference"], *comparison.summary["variants"]]
-    rows = {row["variant"]: row for row in all_rows if row}  # the reference is None if all its runs failed
+    everyone = [comparison.summary["reference"], *comparison.summary["variants"]]
+    rows = {row["variant"]: row for row in everyone if row}  # no reference where all its runs failed
     runs = {name: by_cell.get(row["cell"], {}) for name, row in rows.items()}
-    gates = [row for name in rows if (row := _gate_row(name, list(runs[name].values()), confidence))]
+    gates = [found for name in rows if (found := _gate_row(name, list(runs[name].values()), confidence))]
     contrasts = []
-    for (variant, against), meaning in CONTRASTS.items():
-        seeds = sorted(runs.get(variant, {}).keys() & runs.get(against, {}).keys())
+    for (one, other), meaning in CONTRASTS.items():
+        seeds = sorted(runs.get(one, {}).keys() & runs.get(other, {}).keys())
         if seeds:
-            losses = [[_loss(runs[name][seed]) for seed in seeds] for name in (variant, against)]
+            losses = [[_loss(runs[name][seed]) for seed in seeds] for name in (one, other)]
             difference = paired_difference(losses[0], losses[1], confidence).to_dict()
-            contrasts.append(
-                {"variant": variant, "against": against, "meaning": meaning, "difference": difference}
-            )
+            contrasts.append({"variant": one, "against": other, "meaning": meaning, "difference": difference})
     sentences = [*map(_gate_sentence, gates), *map(_contrast_sentence, contrasts)]
     return {"gates": gates, "contrasts": contrasts, "sentences": sentences}
 
