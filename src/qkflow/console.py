@@ -1,4 +1,4 @@
-"""What commands show: progress and tables for people on stderr/stdout, one JSON object for programs."""
+"""Output of the commands: tables on stdout, progress and messages on stderr, JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rich.progress import (
 )
 
 out = Console()  # results
-err = Console(stderr=True)  # progress, notes, warnings: never mixed into --json
+err = Console(stderr=True)  # progress and warnings: never mixed into --json
 
 
 def progress_bar(*extra: TextColumn) -> Progress:
-    """The project's one progress bar: what, how far, elapsed, time left; on stderr."""
+    """Return a progress bar on stderr with count, elapsed and remaining time."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),  # it may name a path with brackets in it
+        TextColumn("{task.description}", markup=False),  # a path may contain brackets
         BarColumn(),
         MofNCompleteColumn(),
         *extra,
@@ -38,5 +38,5 @@ def progress_bar(*extra: TextColumn) -> Progress:
 
 
 def emit_json(value: Any) -> None:
-    """Print one JSON object, the whole output of a command run with --json."""
-    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")  # the whole of it, or nothing
+    """Print one JSON object, the complete output of a command with --json."""
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")  # an error prints nothing

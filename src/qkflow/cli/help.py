@@ -1,7 +1,7 @@
-"""How the options of a command read in its `--help`: as a person would write them down.
+"""Format the options of a command for `--help`.
 
-What `None` stands for is said in an option's description, so `(default: None)` is left out; positional
-arguments are called by their names; lists are shown as they are typed, with commas.
+`(default: None)` is omitted, because the description of an option names its default. Positional arguments are
+shown by name, lists with commas, as they are typed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 
-@cache  # annotations are changed in place, once
+@cache  # annotations are changed in place, only once
 def annotate_for_tyro(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command, its annotations telling tyro how to show them.
+    """Return the command with annotations that tell tyro how to display its options.
 
     The fields of a config dataclass become options of the command; a field without a default is positional.
     """

@@ -1,8 +1,8 @@
-"""The `qkflow` command: finds a subcommand, runs it, turns bad input into one sentence.
+"""The `qkflow` command: runs a subcommand and prints bad input as one sentence.
 
-Each subcommand is one typed function in `qkflow.cli.commands`; its signature is its command
-line (through tyro) and its docstring its help. Modules are imported only when their
-command runs, so `qkflow --help` needs neither torch nor anything heavier.
+Each subcommand is one typed function in `qkflow.cli.commands`; tyro derives its command line from the
+signature and its help from the docstring. A module is imported only when its command runs, so
+`qkflow --help` does not import torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.cli.commands, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "bench": ("bench", "bench", "what each coupling and scoring costs beside standard attention"),
-    "train": ("train", "train", "train one model; stopped or killed, go on with it"),
+    "bench": ("bench", "bench", "time and memory of each coupling and scoring beside standard attention"),
+    "train": ("train", "train", "train one model, or resume its training"),
     "eval": ("evaluate", "evaluate", "perplexity and bits per byte of a model on a corpus"),
-    "generate": ("generate", "generate", "let a model write"),
-    "probe": ("probe", "probe", "measure and draw where a model's attention goes"),
-    "data list": ("data", "list_corpora", "list the corpora known by name"),
+    "generate": ("generate", "generate", "generate text with a trained model"),
+    "probe": ("probe", "probe", "measure and draw the attention of a trained model"),
+    "data list": ("data", "list_corpora", "list the built-in corpora"),
     "data describe": ("data", "describe", "statistics of a corpus: size, entropy, repetition"),
     "data prepare": ("data", "prepare", "tokenize a corpus into the cache"),
     "data verify": ("data", "verify", "check a prepared corpus against its checksums"),
@@ -29,20 +29,20 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "scorings": ("registry", "scorings", "list the scorings"),
     "inits": ("registry", "inits", "list the parameter inits"),
     "config": ("registry", "config", "list the keys of a run's config.yaml: type, default, description"),
-    "compare": ("compare", "compare", "does a variant beat standard attention on a corpus?"),
-    "report": ("report", "report", "build a comparison's outputs anew from its folder"),
-    "reproduce": ("reproduce", "reproduce", "a paper's own question: fast-slow, coupling"),
-    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learnt φ"),
+    "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
+    "report": ("report", "report", "rebuild the report of a comparison from its folder"),
+    "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
+    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learned φ"),
     "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
     "pace synthetic": (
         "pace",
         "synthetic",
-        "attention trained on the controlled task, next to the published figure",
+        "train attention on the controlled task, beside the published figure",
     ),
-    "pace groups": ("pace_groups", "groups", "which parameters count as the query-key circuit"),
-    "pace study": ("pace_study", "study", "does faster query-key learning sharpen attention on a real task?"),
-    "export": ("hf", "export", "write a trained model as a transformers folder"),
-    "import": ("hf", "import_model", "write a transformers model as a folder qkflow reads"),
+    "pace groups": ("pace_groups", "groups", "list the parameters of the query-key circuit of a model"),
+    "pace study": ("pace_study", "study", "measure the effect of faster query-key learning on a real task"),
+    "export": ("hf", "export", "convert a trained model to a transformers folder"),
+    "import": ("hf", "import_model", "convert a transformers model to a qkflow folder"),
 }
 
 # Flags that were renamed: an old one is refused with the new one's name, unless the command still has it.
@@ -75,12 +75,12 @@ def usage(names: Collection[str] = COMMANDS) -> str:
 
 
 def subcommands(group: str) -> list[str]:
-    """The commands of a group, e.g. of `data`."""
+    """Return the commands of a group such as `data`."""
     return [name for name in COMMANDS if name.startswith(f"{group} ")]
 
 
 def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the arguments into the longest command name they start with and the rest."""
+    """Split the arguments into a command name of one or two words and the remaining arguments."""
     for words in (2, 1):
         name = " ".join(argv[:words])
         if len(argv) >= words and name in COMMANDS:
@@ -128,7 +128,7 @@ def dispatch(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
-    # PyTorch then puts large tensors on huge pages where Linux offers them: decoding reads weights 10% faster
+    # Transparent huge pages for large tensors on Linux: decoding reads weights 10% faster
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         code = dispatch(sys.argv[1:])
@@ -137,14 +137,14 @@ def main() -> None:
             raise
         print(f"qkflow: {error} [{error.code}]", file=sys.stderr)
         code = 2
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     except OSError as error:
         if os.environ.get("QKFLOW_DEBUG"):
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"qkflow: {error.strerror or error}{where}", file=sys.stderr)
+        path = f" ({error.filename})" if error.filename else ""
+        print(f"qkflow: {error.strerror or error}{path}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("qkflow: interrupted", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`qkflow generate`: let a trained model write."""
+"""`qkflow generate`: sample text from a trained model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def generate(
     threads: int | None = None,
     json: bool = False,
 ) -> None:
-    """Continue a prompt with a trained model, as it is written.
+    """Generate text from a prompt with a trained model, printed token by token.
 
     examples:
       qkflow generate runs/first --prompt "My fellow citizens"
@@ -37,15 +37,15 @@ def generate(
 
     Args:
         model: folder of a finished run, or its model folder.
-        prompt: text to go on from; without one, a new document is begun.
-        tokens: how many to write; the end of a document ends a text sooner.
-        temperature: 0 always takes the likeliest token; 1 draws as the model has learned.
-        top_k: draw from the k likeliest tokens only.
-        top_p: draw from the fewest tokens that together have this probability.
-        seed: the same seed writes the same text (default: another each time).
-        samples: how many texts to write.
+        prompt: text to continue (default: the start of a document).
+        tokens: maximum number of new tokens; the end-of-document token ends a text earlier.
+        temperature: of the softmax; 0 takes the argmax.
+        top_k: sample from the k most probable tokens only.
+        top_p: sample from the smallest set of tokens with this total probability.
+        seed: of the sampling (default: random).
+        samples: number of texts.
         device: auto, cpu, cuda or mps.
-        threads: of the processor (default: all cores).
+        threads: CPU threads (default: all cores).
         json: print one JSON object instead of text.
     """
     import torch
@@ -57,16 +57,16 @@ def generate(
 
     check_utf8("--prompt", prompt)
     if samples < 1:
-        raise InputError(f"--samples must be at least 1, not {samples}")
+        raise InputError(f"--samples must be at least 1, not {samples}", code="below-minimum")
     if seed is not None:
         check_seed("--seed", seed)
     configure_process(threads)
     decoder, tokenizer = load_model(model, device=resolve_device(device))
-    read = tokenizer.encode_with_bos(prompt)
-    ids = torch.tensor([read] * samples)
+    prompt_ids = tokenizer.encode_with_bos(prompt)
+    ids = torch.tensor([prompt_ids] * samples)
     printer = _TextStreamer(tokenizer, prompt) if samples == 1 and not json else None
-    began = time.perf_counter()
-    made = continue_ids(
+    start_time = time.perf_counter()
+    output = continue_ids(
         decoder,
         ids,
         tokens,
@@ -77,11 +77,11 @@ def generate(
         eos_token_id=tokenizer.eos_token_id,
         on_token=printer,
     )
-    seconds = time.perf_counter() - began
-    count = made.shape[1] - ids.shape[1]
+    seconds = time.perf_counter() - start_time
+    count = output.shape[1] - ids.shape[1]
     texts = [
         prompt + tokenizer.decode(_truncate_at_eos(row, tokenizer.eos_token_id))
-        for row in made[:, len(read) :].tolist()
+        for row in output[:, len(prompt_ids) :].tolist()
     ]
     if json:
         console.emit_json({"texts": texts, "tokens": count, "tokens_per_second": samples * count / seconds})
@@ -101,7 +101,7 @@ def _truncate_at_eos(tokens: list[int], eos_token_id: int) -> list[int]:
 
 
 class _TextStreamer:
-    """Writes a text token by token, holding back a character while only some of its bytes are known."""
+    """Prints text token by token. A character is held back until all of its bytes have been generated."""
 
     def __init__(self, tokenizer: Any, prompt: str) -> None:
         self._tokenizer = tokenizer
