@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -14,39 +15,40 @@ import yaml
 
 from words import WORDS
 
-torch.set_num_threads(1)  # tests run side by side; one thread each
+torch.set_num_threads(1)  # test processes run in parallel
 
 
 @pytest.fixture(autouse=True)
-def _process() -> Iterator[None]:
-    """A command run inside a test sets threads and denormals of the whole process: undone for the next."""
+def _restore_process_settings() -> Iterator[None]:
+    """Undo the settings of a command that ran inside the test process: threads and denormals."""
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
     torch.set_flush_denormal(False)
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use one cache of prepared corpora per session instead of the user's."""
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    chance = random.Random(0)
-    documents = [" ".join(chance.choices(WORDS, k=60)) + "." for _ in range(60)]
-    path = folder / "text.jsonl"
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = random.Random(0)
+    documents = [" ".join(generator.choices(WORDS, k=60)) + "." for _ in range(60)]
+    path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     return path
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory, monkeypatch):
-    """One cache of prepared sets for the whole session, and none of the user's."""
-    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture
-def settings(corpus):
-    """The config of a very small run; sections given here are merged in."""
+def settings(corpus: Path) -> Callable[..., dict[str, Any]]:
+    """Return a function that builds the config of a very small run; arguments override its sections."""
 
-    def make(model=None, data=None, **train):
+    def make(
+        model: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **train: Any
+    ) -> dict[str, Any]:
         return {
             "model": {"n_layers": 1, "dim": 16, "n_heads": 2, **(model or {})},
             "data": {"corpus": str(corpus), "tokenizer": "bytes", "seq_len": 16, **(data or {})},
@@ -57,10 +59,10 @@ def settings(corpus):
 
 
 @pytest.fixture
-def run_folder(tmp_path, settings):
-    """A folder with the config of a very small run in it."""
+def run_folder(tmp_path: Path, settings: Callable[..., dict[str, Any]]) -> Callable[..., Path]:
+    """Return a function that creates a run folder with the config of a very small run."""
 
-    def make(name="run", **options):
+    def make(name: str = "run", **options: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.yaml").write_text(yaml.safe_dump(settings(**options)))

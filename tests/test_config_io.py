@@ -38,7 +38,7 @@ def test_values_are_converted_to_the_declared_types() -> None:
         ({"count": True}, "wrong-type"),
         ({"share": "half"}, "wrong-type"),
         ({"flag": 1}, "wrong-type"),
-        ({"kind": "c"}, "unknown-s-kind"),
+        ({"kind": "c"}, "unknown-kind"),
         ({"options": 3}, "wrong-type"),
     ],
 )

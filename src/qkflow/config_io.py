@@ -58,6 +58,9 @@ def dataclass_from_dict(cls: type[ConfigT], values: Any, key_path: str) -> Confi
     for key in check_mapping(values, key_path):
         if key not in hints:
             raise unknown_key(key_path, str(key), hints)
+    for one in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
+            raise InputError(f"{key_path}.{one.name} is missing", code="missing-key")
     return cls(**{key: _coerce(value, hints[key], f"{key_path}.{key}") for key, value in values.items()})
 
 
@@ -118,7 +121,8 @@ def _coerce(value: Any, hint: Any, key_path: str) -> Any:
                 continue
     choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
     if choices:
-        raise unknown(key_path, str(value), choices)
+        key = key_path.rpartition(".")[2].replace("_", "-")
+        raise unknown(key_path, str(value), choices, code=f"unknown-{key}")
     expected = " or ".join(_describe_type(kind) for kind in kinds if kind is not type(None))
     raise InputError(f"{key_path} must be {expected}, not {value!r}", code="wrong-type")
 

@@ -1,9 +1,8 @@
-"""Every parameter has a role, given by the module that owns it.
+"""Parameter roles, declared by the module that owns a parameter.
 
-A module declares `roles = {"name": "role"}` for its own parameters or for whole children; the
-declaration nearest to the parameter wins. A module that stands for one thing as a whole `claims` its children
-instead, over whatever roles they declare. Roles live on modules, not on tensors, so they survive `deepcopy`,
-sharding and every other way a parameter object gets replaced.
+A module declares `roles = {"name": "role"}` for its own parameters or for whole children; the declaration
+closest to the parameter wins. A module may declare `claims` instead, which overrides the `roles` of its
+children. Roles are declared on modules, not tensors: `deepcopy` and sharding replace parameter objects.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import chain
 
 from torch import nn
 
-from qkflow.errors import InputError, unknown
+from qkflow.errors import InputError, join_limited, unknown
 
 ROLES = (
     "q",  # query projection
@@ -32,33 +31,35 @@ ROLES = (
     "norm",
     "head",  # an output layer that is not tied to the embedding
 )
+QK_ROLES = ("q", "k", "qk")  # the query-key circuit
 
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:
-    """Role of every parameter by its full name; a parameter without one is an error."""
-    found = {name: _find_role(model, name) for name, _ in model.named_parameters()}
-    missing = [name for name, role in found.items() if role is None]
+    """Return the role of every parameter by full name. Raise InputError if one has none."""
+    roles = {name: _find_role(model, name) for name, _ in model.named_parameters()}
+    missing = [name for name, role in roles.items() if role is None]
     if missing:
         raise InputError(
-            f"no role is declared for {', '.join(missing)}: "
-            "add it to the `roles` of the module that owns it, or pass a mapping"
+            f"no role is declared for {join_limited(missing, 8)}: "
+            "add it to the `roles` of the module that owns it, or pass a mapping",
+            code="missing-role",
         )
-    return {name: role for name, role in found.items() if role is not None}
+    return {name: role for name, role in roles.items() if role is not None}
 
 
 def has_roles(model: nn.Module) -> bool:
-    """Whether every parameter of `model` has a role, as in every model of ours."""
+    """Return whether every parameter of `model` has a role, as in all models of this package."""
     return all(_find_role(model, name) is not None for name, _ in model.named_parameters())
 
 
 def freeze_roles(model: nn.Module, roles: Iterable[str]) -> None:
-    """Stop the parameters of these roles from learning."""
-    found = parameter_roles(model)
+    """Set `requires_grad` to False for all parameters of these roles."""
+    by_name = parameter_roles(model)
     for role in roles:
-        if role not in found.values():
-            raise unknown("role to freeze in this model", role, set(found.values()))
+        if role not in by_name.values():
+            raise unknown("role to freeze in this model", role, set(by_name.values()), code="unknown-role")
         for name, parameter in model.named_parameters():
-            if found[name] == role:
+            if by_name[name] == role:
                 parameter.requires_grad_(False)
 
 
@@ -76,7 +77,7 @@ def _find_role(model: nn.Module, name: str) -> str | None:
 
 
 def _module_chain(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, list[str]]]:
-    """The modules on the way down to a parameter, each with the rest of the way."""
+    """Yield the modules from the root to the owner of a parameter, each with the remaining name parts."""
     parts = name.split(".")
     module = model
     for depth, part in enumerate(parts):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from input_errors import raises_code
 from qkflow import hf
 from qkflow.cli import main
 from qkflow.data.tokenizer import ByteTokenizer
-from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
 from qkflow.training import pretrained
 
@@ -31,7 +31,7 @@ metric_list: [{{metric: acc}}]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of ours, the same model as a `transformers` folder, and a task made of local files."""
+    """Return a folder with a run, the same model as a `transformers` folder, and a task of local files."""
     place = tmp_path_factory.mktemp("eval")
     shape = ModelConfig.from_dict({"vocab_size": 257, "n_layers": 1, "dim": 32, "n_heads": 2})
     weights = pretrained.full_state_dict(Decoder(shape, seed=0))
@@ -44,55 +44,52 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_tasks_of_a_run_and_of_its_export_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_of_a_run_and_its_export_agree(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
-    found = []
+    results = []
     for model, task in (
         ("run", ["rhymes", "--include", place / "tasks"]),
         ("exported", [place / "tasks/rhymes.yaml"]),
     ):
-        asked = [
-            "eval",
-            place / model,
-            "--tasks",
-            *task,
-            "--limit",
-            2,
-            "--shots",
-            0,
-            "--device",
-            "cpu",
-            "--json",
-        ]
-        assert main.dispatch([str(word) for word in asked]) == 0
-        found.append(json.loads(capsys.readouterr().out))
-    assert found[0]["model"] == str(place / "run")
-    assert found[0]["tasks"] == found[1]["tasks"]
-    assert set(found[0]["tasks"]["rhymes"]) == {"acc", "acc_stderr"}
+        options = ["--limit", 2, "--shots", 0, "--device", "cpu", "--json"]
+        arguments = ["eval", place / model, "--tasks", *task, *options]
+        assert main.dispatch([str(word) for word in arguments]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0]["model"] == str(place / "run")
+    assert results[0]["tasks"] == results[1]["tasks"]
+    assert set(results[0]["tasks"]["rhymes"]) == {"acc", "acc_stderr"}
 
 
-def test_flags_that_would_do_nothing_are_refused(place: Path) -> None:
-    for wrong, said in (
-        (["--limit", "3"], "--limit needs --tasks"),
-        (["--coupling", "somewhere"], "--coupling needs --tasks"),
-        (["--tasks", "a", "--data", "speeches"], "--data does not go with --tasks"),
-        (["--tasks", "a", "--limit", "0"], "--limit must be at least 1"),
-        (["--seq-len", "0"], "--seq-len must be at least 1"),
-    ):
-        with pytest.raises(InputError, match=said):
-            main.dispatch(["eval", str(place / "run"), *wrong])
+@pytest.mark.parametrize(
+    ("flags", "code", "named"),
+    [
+        (["--limit", "3"], "needs-tasks", "--limit"),
+        (["--coupling", "somewhere"], "needs-tasks", "--coupling"),
+        (["--tasks", "a", "--data", "speeches"], "conflicts-with-tasks", "--data"),
+        (["--tasks", "a", "--seq-len", "8"], "conflicts-with-tasks", "--seq-len"),
+        (["--tasks", "a", "--limit", "0"], "below-minimum", "--limit"),
+        (["--seq-len", "0"], "below-minimum", "--seq-len"),
+    ],
+)
+def test_options_without_effect_are_refused(place: Path, flags: list[str], code: str, named: str) -> None:
+    with raises_code(code) as caught:
+        main.dispatch(["eval", str(place / "run"), *flags])
+    assert named in str(caught.value)
 
 
-def test_what_is_missing_is_said_in_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["eval", str(place / "run"), "--tasks"]
+def test_missing_package_and_files_of_tasks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["eval", str(place / "run"), "--tasks"]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "lm_eval", None)
-        with pytest.raises(InputError, match=r'pip install "qkflow\[eval\]"'):
-            main.dispatch([*asked, "rhymes"])
+        with raises_code("missing-dependency") as caught:
+            main.dispatch([*arguments, "rhymes"])
+    assert 'pip install "qkflow[eval]"' in str(caught.value)
     pytest.importorskip("lm_eval")
-    with pytest.raises(InputError, match="there is no folder 'nowhere'"):
-        main.dispatch([*asked, "rhymes", "--include", "nowhere"])
-    elsewhere = place / "moved.yaml"
-    elsewhere.write_text(TASK.format(data=place / "gone.jsonl"))
-    with pytest.raises(InputError, match=r"questions of .*moved.yaml' cannot be read .*gone.jsonl"):
-        main.dispatch([*asked, str(elsewhere)])
+    with raises_code("folder-not-found"):
+        main.dispatch([*arguments, "rhymes", "--include", "nowhere"])
+    moved = place / "moved.yaml"
+    moved.write_text(TASK.format(data=place / "gone.jsonl"))
+    with raises_code("task-data-unreadable") as caught:
+        main.dispatch([*arguments, str(moved)])
+    assert "moved.yaml" in str(caught.value)
+    assert "gone.jsonl" in str(caught.value)

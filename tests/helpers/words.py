@@ -1,22 +1,5 @@
-"""What the tests' own texts are made of."""
+"""Vocabulary of the random texts in tests."""
 
-WORDS = [
-    "the",
-    "a",
-    "sun",
-    "moon",
-    "river",
-    "stone",
-    "light",
-    "water",
-    "moves",
-    "sings",
-    "under",
-    "over",
-    "near",
-    "and",
-    "but",
-    "then",
-    "slowly",
-    "again",
-]
+WORDS = (
+    "the a sun moon river stone light water moves sings under over near and but then slowly again"
+).split()

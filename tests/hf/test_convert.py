@@ -104,7 +104,7 @@ def run_folder(
     tokenizer = bpe()
     model = decoder(attention, vocab_size=tokenizer.vocab_size)
     weights = pretrained.full_state_dict(model)
-    pretrained.save_model(path / "model", model.config, weights, tokenizer, length=length)
+    pretrained.save_model(path / "model", model.config, weights, tokenizer, seq_len=length)
     return model, tokenizer
 
 
@@ -168,7 +168,7 @@ def test_fast_tokenizer_has_no_template(tmp_path: Path) -> None:
 def test_export_without_seq_len(tmp_path: Path) -> None:
     run_folder(tmp_path / "run", length=None)
     described = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    assert described.keys() == {"format", "model", "end_of_document"}
+    assert described.keys() == {"format", "model", "eos_token_id"}
     assert hf.export_model(tmp_path / "run", tmp_path / "out").config.max_position_embeddings == 2048
     described["seq_len"] = "long"
     (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(described))

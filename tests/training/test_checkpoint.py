@@ -1,4 +1,4 @@
-"""Checkpoints: damage is named and gone around, a full disk costs nothing, another config is refused."""
+from __future__ import annotations
 
 import json
 import os
@@ -7,135 +7,155 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from qkflow.errors import InputError
-from qkflow.training.checkpoint import CheckpointManager, DiskFullError, load_checkpoint
+from input_errors import raises_code
+from qkflow.training import worker
+from qkflow.training.checkpoint import Checkpoint, CheckpointManager, DiskFullError, load_checkpoint
 from qkflow.training.distributed import DistContext
 
-TEAM = DistContext(torch.device("cpu"))
+ONE_PROCESS = DistContext(torch.device("cpu"))
 
 
 @pytest.fixture
-def notes():
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def checkpoints(tmp_path, notes):
-    return CheckpointManager(tmp_path / "checkpoints", "config", 2, TEAM, notes.append)
+def checkpoints(tmp_path: Path, messages: list[str]) -> CheckpointManager:
+    return CheckpointManager(tmp_path / "checkpoints", "config", 2, ONE_PROCESS, messages.append)
 
 
-def tensors(value=0.0):
+def tensors(value: float = 0.0) -> dict[str, Tensor]:
     return {"model.weight": torch.full((3, 4), value), "optimizer.steps": torch.tensor(value)}
 
 
-def save(checkpoints, *steps):
+def save(checkpoints: CheckpointManager, *steps: int) -> None:
     for step in steps:
         checkpoints.save(step, tensors(float(step)), {"seconds": step / 10, "threads": 1, "torch": "2"})
 
 
-def loaded(checkpoint):
-    found = tensors()
-    load_checkpoint(checkpoint, found)
-    return float(found["model.weight"][0, 0]), float(found["optimizer.steps"])
+def loaded(checkpoint: Checkpoint | None) -> tuple[float, float]:
+    assert checkpoint is not None
+    state = tensors()
+    load_checkpoint(checkpoint, state)
+    return float(state["model.weight"][0, 0]), float(state["optimizer.steps"])
 
 
-def test_saved_pruned_and_loaded(checkpoints, notes):
+def test_save_prune_and_load(checkpoints: CheckpointManager, messages: list[str]) -> None:
     assert checkpoints.latest() is None
     save(checkpoints, 1, 2, 10)
     assert [p.name for p in sorted(checkpoints.folder.iterdir())] == ["step-00000002", "step-00000010"]
     latest = checkpoints.latest()
-    assert (latest.step, latest.record["seconds"], loaded(latest)) == (10, 1.0, (10.0, 10.0))
-    assert notes == []
+    assert latest is not None
+    assert (latest.step, latest.manifest["seconds"], loaded(latest)) == (10, 1.0, (10.0, 10.0))
+    assert messages == []
 
 
-def flip(path):
+def flip_last_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
+def change_seconds(path: Path) -> None:
+    path.write_text(path.read_text().replace("0.2", "0.3"))
+
+
 @pytest.mark.parametrize(
-    ("file", "harm", "words"),
+    ("file", "damage"),
     [
-        ("state.safetensors", flip, "does not have the recorded checksum"),
-        ("state.safetensors", lambda path: os.truncate(path, 50), "missing or of the wrong size"),
-        ("state.safetensors", os.remove, "missing or of the wrong size"),
-        ("checkpoint.json", lambda path: path.write_text("{}"), "missing or damaged"),
-        (
-            "checkpoint.json",
-            lambda path: path.write_text(path.read_text().replace("0.2", "0.3")),
-            "is damaged",
-        ),
+        ("state.safetensors", flip_last_bit),
+        ("state.safetensors", lambda path: os.truncate(path, 50)),
+        ("state.safetensors", os.remove),
+        ("checkpoint.json", lambda path: path.write_text("{}")),
+        ("checkpoint.json", lambda path: path.write_text("[]")),
+        ("checkpoint.json", change_seconds),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(checkpoints, notes, file, harm, words):
+def test_damaged_checkpoint_falls_back_to_the_previous_one(
+    checkpoints: CheckpointManager, messages: list[str], file: str, damage: Callable[[Path], None]
+) -> None:
     save(checkpoints, 1, 2)
     damaged = checkpoints.folder / "step-00000002" / file
-    harm(damaged)
-    latest = checkpoints.latest()
-    assert loaded(latest) == (1.0, 1.0)
-    assert len(notes) == 1
-    assert str(damaged) in notes[0]
-    assert words in notes[0]
-    save(checkpoints, 2)  # and made again in its place
+    damage(damaged)
+    assert loaded(checkpoints.latest()) == (1.0, 1.0)
+    assert len(messages) == 1
+    assert str(damaged) in messages[0]
+    save(checkpoints, 2)  # replaces the damaged one
     assert loaded(checkpoints.latest()) == (2.0, 2.0)
 
 
-def test_a_checkpoint_of_another_config_is_refused(checkpoints, tmp_path):
+def test_checkpoint_of_another_config_is_refused(checkpoints: CheckpointManager) -> None:
     save(checkpoints, 1)
-    other = CheckpointManager(checkpoints.folder, "other", 2, TEAM, print)
-    with pytest.raises(InputError, match="was made with another config"):
+    other = CheckpointManager(checkpoints.folder, "other", 2, ONE_PROCESS, print)
+    with raises_code("checkpoint-of-another-config"):
         other.latest()
 
 
-def test_what_a_killed_process_left_half_written_is_removed(checkpoints):
+def test_checkpoint_of_an_older_format_is_refused(checkpoints: CheckpointManager) -> None:
     save(checkpoints, 1)
-    shutil.copytree(checkpoints.folder / "step-00000001", checkpoints.folder / ".step-00000002.part")
-    assert checkpoints.latest().step == 1
+    manifest = checkpoints.folder / "step-00000001" / "checkpoint.json"
+    manifest.write_text(json.dumps({"format": 1, "step": 1, "seal": "0", "files": {}}))
+    with raises_code("checkpoint-format"):
+        checkpoints.latest()
+
+
+def test_incomplete_checkpoints_are_removed(checkpoints: CheckpointManager) -> None:
+    save(checkpoints, 1)
+    for name in (".step-00000002.part", ".step-00000001.old.part"):
+        shutil.copytree(checkpoints.folder / "step-00000001", checkpoints.folder / name)
+    latest = checkpoints.latest()
+    assert latest is not None
+    assert latest.step == 1
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
 
 
-def test_a_nearly_full_disk_costs_older_checkpoints_but_never_the_newest(checkpoints, notes, monkeypatch):
+def test_full_disk_removes_older_checkpoints_but_not_the_newest(
+    checkpoints: CheckpointManager, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(checkpoints, 1, 2)
     disk = shutil.disk_usage(checkpoints.folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=1000))
-    with pytest.raises(DiskFullError, match=r"a checkpoint needs 67 MB in .* and 0 MB are free"):
+    with pytest.raises(DiskFullError, match=r"67 MB in .* 0 MB"):
         save(checkpoints, 3)
-    assert "removing the older checkpoint step-00000001" in notes[0]
+    assert "step-00000001" in messages[0]
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000002"]
     assert loaded(checkpoints.latest()) == (2.0, 2.0)
 
 
-def test_a_disk_that_fills_up_while_training(run_folder):
-    """Files beyond a few kilobytes cannot be written: the run says so at each checkpoint, and goes on."""
+def test_training_continues_if_a_checkpoint_cannot_be_written(run_folder: Callable[..., Path]) -> None:
+    """Files larger than 8 kB cannot be written until the last evaluation."""
     folder = run_folder(steps=4, save_every=1)
     script = f"""
 import resource, signal, sys
-from qkflow.training import worker
-class Notes(worker.Notes):
-    def begin(self, run):
+from pathlib import Path
+from qkflow.training import callbacks, worker
+class LimitFileSize(callbacks.StderrCallback):
+    def on_start(self, trainer):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, {resource.RLIM_INFINITY}))
-    def row(self, row):
+    def on_metrics(self, row):
         if row["kind"] == "eval" and row["step"] == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, ({resource.RLIM_INFINITY},) * 2)
-sys.exit(worker.work(__import__("pathlib").Path({str(folder)!r}), Notes()))
+sys.exit(worker.run_worker(Path({str(folder)!r}), LimitFileSize()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("training goes on") == 3
-    assert re.search(r"/checkpoints/\S+ cannot be written: .*File too large", done.stderr)
+    assert len(re.findall(r"/checkpoints/\S+: .*File too large", done.stderr)) == 3
     assert json.loads((folder / "result.json").read_text())["status"] == "finished"
     assert not list(folder.rglob("*.part"))
 
 
-def test_no_room_is_said_before_training_begins(run_folder, monkeypatch):
-    from qkflow.training import worker
-
+def test_full_disk_is_reported_before_training(
+    run_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = run_folder()
     disk = shutil.disk_usage(folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=1000))

@@ -100,7 +100,7 @@ def import_model(source: str | Path, out: str | Path) -> nn.Module:
             decoder.config,
             pretrained.full_state_dict(decoder),
             tokenizer,
-            length=model.config.max_position_embeddings,
+            seq_len=model.config.max_position_embeddings,
             special_tokens={name: token for name, token in ids.items() if token is not None},
         )
     return decoder

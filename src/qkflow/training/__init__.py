@@ -1,7 +1,8 @@
-"""Training: one readable loop, exact resume, one process or many."""
+"""Training: one loop, exact resume, one process or many."""
 
+from qkflow.training.callbacks import Callback
 from qkflow.training.config import DataConfig, RunConfig, TrainConfig
-from qkflow.training.loop import Callback, StoppedError, Trainer, train
+from qkflow.training.loop import StoppedError, Trainer, train
 from qkflow.training.pretrained import load_model
 from qkflow.training.step import NonFiniteError
 

@@ -1,15 +1,24 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped.
+"""Checkpoints for exact resume.
 
-    checkpoints/step-00000400/state.safetensors   weights and optimizer state, or several `shard-…` files
-                              checkpoint.json     step, seconds, config fingerprint; sha256 of the other files
-    checkpoints/.step-00000500.part/              being written; of no interest to anybody
+    checkpoints/step-00000400/state.safetensors   tensors (FSDP: one `shard-…` file per process)
+                              checkpoint.json     manifest
+    checkpoints/.step-00000500.part/              being written
 
-A checkpoint appears by one rename, when all of it is on the disk; a kill at any moment leaves the one before.
-What is random needs no state: batches and random numbers are functions of the seed and the step.
+Saved tensors: `model.NAME`, every entry of the decoder's state dict; `optimizer.mean.NAME` and
+`optimizer.square.NAME`, the AdamW moments of every trained parameter; `optimizer.steps`, the number of
+updates. Scalars are stored with shape (1,).
 
-Nothing here is a pickle. One process reads and writes safetensors directly; sharded processes do so through
-`torch.distributed.checkpoint`, with its safetensors storage (its default one pickles its metadata), which
-also puts shards together anew where the number of processes has changed.
+The manifest has `format`, `fingerprint` (of the config and the data, see `RunConfig.fingerprint`), `step`,
+`seconds` of training so far, `threads` and `torch` (a change of either is reported on resume), `files` with
+the size and sha256 of every other file, and `checksum`, the sha256 of the manifest itself.
+
+Not saved, because they are functions of the config and the step: the learning rate, the batches and the seeds
+of all random generators. Metrics are in `metrics.jsonl`.
+
+A checkpoint becomes visible by one rename after all of it is on disk, so a kill at any time leaves the one
+before it intact. Nothing is pickled. A single process reads and writes safetensors directly; FSDP uses
+`torch.distributed.checkpoint` with safetensors storage, which also redistributes tensors if the number of
+processes has changed.
 """
 
 from __future__ import annotations
@@ -31,20 +40,20 @@ from qkflow.errors import InputError
 from qkflow.training.distributed import DistContext
 from qkflow.training.tensor_file import write_tensors
 
-CHECKPOINT_FORMAT = 1
+CHECKPOINT_FORMAT = 2
 MANIFEST_FILE = "checkpoint.json"
 STATE_FILE = "state.safetensors"
-RESERVED_DISK_BYTES = 64 << 20  # bytes to leave free on the disk: metrics and result still have to be written
+RESERVED_DISK_BYTES = 64 << 20  # left free for metrics and the result
 
 MessageHandler = Callable[[str], None]
 
 
 class CorruptCheckpointError(Exception):
-    """A checkpoint that is not what its record says; the message names the file."""
+    """A checkpoint file is missing, damaged or incomplete. The message names it."""
 
 
 class DiskFullError(OSError):
-    """A checkpoint cannot be written; nothing of it is left, and the ones before are untouched."""
+    """A checkpoint cannot be written. Nothing of it remains, and older checkpoints are intact."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """The checkpoints of one run, whose config has the given fingerprint."""
+    """Writes, prunes and finds the checkpoints of one run."""
 
     def __init__(
         self,
@@ -72,29 +81,36 @@ class CheckpointManager:
         self.dist_context, self.on_message = dist_context, on_message
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that can be trusted; damaged ones are named and passed over.
+        """Return the newest intact checkpoint, or None. Damaged ones are skipped with a message.
 
-        One that was made with another config is refused.
+        Raise InputError if it was saved with another config or by another version.
         """
-        found = None
+        newest = None
         if self.dist_context.is_main:
             self._remove_partial_checkpoints()
             for path in reversed(self._list_checkpoints()):
                 try:
-                    found = verify_checkpoint(path)
+                    newest = verify_checkpoint(path)
                     break
-                except CorruptCheckpointError as damaged:
-                    self.on_message(f"{damaged}; going back to the checkpoint before it")
-        found = self.dist_context.broadcast(found)
-        if found is not None and found.manifest["fingerprint"] != self.fingerprint:
+                except CorruptCheckpointError as error:
+                    self.on_message(f"{error}; falling back to the previous checkpoint")
+        newest = self.dist_context.broadcast(newest)
+        if newest is not None and newest.manifest["format"] != CHECKPOINT_FORMAT:
             raise InputError(
-                f"{found.path} was made with another config, or from other data, than the one in "
-                f"{self.folder.parent}: put the config back, or train in a new folder"
+                f"{newest.path} was saved by another version of qkflow (format {newest.manifest['format']}, "
+                f"not {CHECKPOINT_FORMAT}): finish the run with that version, or train in a new folder",
+                code="checkpoint-format",
             )
-        return found
+        if newest is not None and newest.manifest["fingerprint"] != self.fingerprint:
+            raise InputError(
+                f"{newest.path} was saved with another config or other data than {self.folder.parent} has "
+                "now: restore the config, or train in a new folder",
+                code="checkpoint-of-another-config",
+            )
+        return newest
 
     def save(self, step: int, state_dict: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Write a checkpoint, then let go of the oldest. Raises DiskFullError with everything as it was."""
+        """Write a checkpoint, then remove the oldest. Raise DiskFullError if it does not fit."""
         final = self.folder / f"step-{step:08d}"
         staging = files.staging_path(final)
         self._run_or_fail_together(lambda: self._create_staging_dir(staging, state_dict), all_ranks=False)
@@ -109,15 +125,15 @@ class CheckpointManager:
             raise
 
     def _run_or_fail_together(self, fn: Callable[[], None], *, all_ranks: bool = True) -> None:
-        """Act in every process, or in the leading one; if one fails, all do."""
-        problem = None
+        """Call `fn` in every process, or in the main one. If it fails in one process, raise in all."""
+        failure = None
         try:
             if all_ranks or self.dist_context.is_main:
                 fn()
         except OSError as error:
-            problem = error
-        if any(self.dist_context.any_rank(problem is not None)):
-            raise DiskFullError(str(problem or "another process could not write its part")) from problem
+            failure = error
+        if any(self.dist_context.any_rank(failure is not None)):
+            raise DiskFullError(str(failure or "another process could not write its tensors")) from failure
 
     def _create_staging_dir(self, staging: Path, state_dict: Mapping[str, Tensor]) -> None:
         self.ensure_disk_space(state_dict)
@@ -128,25 +144,30 @@ class CheckpointManager:
         content = {}
         for path in sorted(staging.iterdir()):
             content[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        sealed = {"format": CHECKPOINT_FORMAT, "fingerprint": self.fingerprint, **metadata, "files": content}
-        files.write_json(staging / MANIFEST_FILE, {**sealed, "seal": _manifest_checksum(sealed)})
+        manifest = {
+            "format": CHECKPOINT_FORMAT,
+            "fingerprint": self.fingerprint,
+            **metadata,
+            "files": content,
+        }
+        files.write_json(staging / MANIFEST_FILE, {**manifest, "checksum": _manifest_checksum(manifest)})
         files.commit_folder(staging, final)
         for path in self._list_checkpoints()[: -self.keep_latest_k]:
             files.remove_folder(path)
 
     def _list_checkpoints(self) -> list[Path]:
-        """Checkpoints from the oldest to the newest."""
+        """Return the paths of all checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
         return sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name))
 
     def _remove_partial_checkpoints(self) -> None:
-        """Remove what a killed process left half-written."""
+        """Remove incomplete checkpoints of a killed process."""
         for path in self.folder.glob(".step-*.part"):
             shutil.rmtree(path, ignore_errors=True)
 
     def ensure_disk_space(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Make sure that a checkpoint fits, giving up older ones but never the newest."""
+        """Remove older checkpoints, never the newest, until one more fits on the disk."""
         size = RESERVED_DISK_BYTES + sum(
             tensor.numel() * tensor.element_size() for tensor in state_dict.values()
         )
@@ -155,7 +176,7 @@ class CheckpointManager:
         while (free := shutil.disk_usage(self.folder).free) < size:
             if not older:
                 raise DiskFullError(
-                    f"the disk is full: a checkpoint needs {size / 1e6:.0f} MB in {self.folder}, and "
+                    f"the disk is full: a checkpoint needs {size / 1e6:.0f} MB in {self.folder}, but only "
                     f"{free / 1e6:.0f} MB are free"
                 )
             self.on_message(f"the disk is nearly full: removing the older checkpoint {older[0].name}")
@@ -163,27 +184,27 @@ class CheckpointManager:
 
 
 def verify_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, every byte of it checked."""
+    """Return the checkpoint at `path`. Raise CorruptCheckpointError if a checksum does not match."""
     try:
-        record = json.loads((path / MANIFEST_FILE).read_bytes())
-        seal = record.pop("seal")
-    except (OSError, ValueError, KeyError, AttributeError):
+        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+        if manifest["format"] != CHECKPOINT_FORMAT:
+            return Checkpoint(path, manifest)
+        checksum = manifest.pop("checksum")
+    except (OSError, ValueError, KeyError, TypeError):
         raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is missing or damaged") from None
-    if seal != _manifest_checksum(record) or record["format"] != CHECKPOINT_FORMAT:
-        raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is damaged")
-    for name, entry in record["files"].items():
+    if checksum != _manifest_checksum(manifest):
+        raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is damaged: its checksum does not match")
+    for name, entry in manifest["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise CorruptCheckpointError(f"{file} is missing or of the wrong size")
+            raise CorruptCheckpointError(f"{file} is missing or has the wrong size")
         if file_sha256(file) != entry["sha256"]:
-            raise CorruptCheckpointError(
-                f"{file} is damaged: its content does not have the recorded checksum"
-            )
-    return Checkpoint(path, record)
+            raise CorruptCheckpointError(f"{file} is damaged: its checksum does not match")
+    return Checkpoint(path, manifest)
 
 
 def load_checkpoint(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) -> None:
-    """Copy a checkpoint's values into `tensors`, which may be sharded otherwise than when it was made."""
+    """Copy a checkpoint into the tensors of `state_dict`; their sharding may differ from the saved one."""
     single = checkpoint.path / STATE_FILE
     if single.is_file() and not any(hasattr(tensor, "full_tensor") for tensor in state_dict.values()):
         _read_state(single, state_dict)
@@ -191,9 +212,12 @@ def load_checkpoint(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) ->
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint import load as distributed_load
 
-    alone = not torch.distributed.is_initialized()
     reader = HuggingFaceStorageReader(str(checkpoint.path))
-    distributed_load(dict(_scalars_as_1d(state_dict)), storage_reader=reader, no_dist=alone)
+    distributed_load(
+        dict(_scalars_as_1d(state_dict)),
+        storage_reader=reader,
+        no_dist=not torch.distributed.is_initialized(),
+    )
 
 
 def file_sha256(path: Path) -> str:
@@ -224,11 +248,11 @@ def _read_state(path: Path, state_dict: Mapping[str, Tensor]) -> None:
         stored = set(file.keys())
         for name, tensor in _scalars_as_1d(state_dict).items():
             if name not in stored:
-                raise CorruptCheckpointError(f"{path} does not hold '{name}'")
-            # copied, not mapped: the kernels' sums depend on how a tensor lies in memory
+                raise CorruptCheckpointError(f"{path} does not contain '{name}'")
+            # Copied instead of memory-mapped: the rounding of CPU kernels depends on alignment.
             tensor.copy_(file.get_tensor(name))
 
 
 def _scalars_as_1d(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scalars as views of one element: shards are described by offsets, of which a scalar has none."""
+    """View scalars with shape (1,): distributed checkpoints address tensors by offsets, which need a dim."""
     return {name: tensor.view(1) if tensor.dim() == 0 else tensor for name, tensor in state_dict.items()}

@@ -1,8 +1,8 @@
-"""What a run is, as plain data: `config.yaml` of its folder, read into typed sections.
+"""The config of a run, as stored in `config.yaml` of its folder.
 
-model: {preset: tiny, attention: {coupling: "leapfrog:n=7"}, start: gpt2}     # any field of ModelConfig
-data:  {corpus: speeches, tokenizer: "bpe:2048", length: 128}
-train: {tokens: 1M, batch: 16, lr: 3e-3}
+model: {preset: tiny, attention: {coupling: "leapfrog:n=7"}, init: gpt2}     # any field of ModelConfig
+data:  {corpus: speeches, tokenizer: "bpe:2048", seq_len: 128}
+train: {tokens: 1M, batch_size: 16, lr: 3e-3}
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from qkflow.config_io import check_mapping, check_seed, dataclass_from_dict
 from qkflow.errors import InputError, unknown
 from qkflow.models.config import ModelConfig
 from qkflow.models.presets import preset
+from qkflow.training.pace import check_pace
 
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]
@@ -31,80 +32,93 @@ DEFAULT_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class DataConfig:
-    corpus: str = "speeches"
-    tokenizer: str = "bpe:2048"
-    seq_len: int = 128  # tokens of a window
-    fingerprint: str | None = None  # of the prepared set, where it must be that one and no other
+    corpus: str = "speeches"  # a built-in name, a path or hf:owner/name:config
+    tokenizer: str = "bpe:2048"  # bytes, bpe:SIZE, a path or hf:NAME
+    seq_len: int = 128  # tokens per window
+    fingerprint: str | None = None  # refuse a prepared corpus with another fingerprint
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    # The budget: one of three.
-    tokens: int | None = None
-    steps: int | None = None
-    minutes: float | None = None  # of training; evaluation and checkpoints are not counted
-    # The batch: windows of one optimizer step, over all processes and all parts it is accumulated from.
-    batch_size: int = 16
-    accumulate: int = 1
-    # The optimizer: AdamW.
-    lr: float = 3e-3
-    schedule: Schedule = "cosine"
-    warmup: float = 0.02  # below 1 a share of the run, else steps
-    min_lr_factor: float = 0.1  # where cosine and wsd end, as a share of lr
-    decay_ratio: float = 0.2  # the share of the run in which wsd falls
-    weight_decay: float = 0.1  # of matrices
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    clip: float = 1.0  # largest norm of the gradient; 0 = any
-    pace: float | dict[str, Any] | None = None  # how much faster the query-key circuit learns
-    freeze: tuple[str, ...] = ()  # roles that stay as they start, e.g. [slow]
-    seed: int = 0
-    # How it is computed.
-    precision: Precision = "fp32"
+    # Budget: one of tokens, steps and minutes.
+    tokens: int | None = None  # training tokens (default: 1M)
+    steps: int | None = None  # optimizer steps, instead of tokens
+    minutes: float | None = None  # training time without evaluation and checkpoints, instead of tokens
+    # Batch
+    batch_size: int = 16  # windows per optimizer step, over all processes and microbatches
+    accumulate: int = 1  # microbatches per optimizer step
+    # Optimizer: AdamW
+    lr: float = 3e-3  # peak learning rate
+    schedule: Schedule = "cosine"  # of the learning rate, after warmup
+    warmup: float = 0.02  # below 1: fraction of the run; otherwise: steps
+    min_lr_factor: float = 0.1  # final learning rate of cosine and wsd, as a fraction of lr
+    decay_ratio: float = 0.2  # fraction of the run in which wsd decays
+    weight_decay: float = 0.1  # of matrices; vectors and scalars have none
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    clip: float = 1.0  # maximum gradient norm; 0: no clipping
+    pace: float | str | dict[str, Any] | None = None  # learning-rate ratio of QK: 4, increasing:40
+    freeze: tuple[str, ...] = ()  # parameter roles that are not trained, e.g. [slow]
+    seed: int = 0  # of the init and the batches
+    # Compute
+    precision: Precision = "fp32"  # bf16: autocast; weights stay fp32
     compile: bool | str = False  # true, or a backend of torch.compile
-    activation_checkpointing: bool = False
-    parallel: ParallelMode | None = None  # default under torchrun: ddp
-    device: str = "auto"
-    # What is watched and kept. None of this changes what is learned.
-    evaluations: int = 20
-    eval_every: int | None = None  # steps; instead of `evaluations`
-    eval_tokens: int | None = 32_768  # of the validation split; null = all of it
-    probe_every: int | None = None  # steps; null = with every evaluation, 0 = never
-    log_every: int | None = None
-    save_every: int | None = None  # steps; instead of `save_minutes`
-    save_minutes: float = 2.0
-    keep_latest_k: int = 2  # checkpoints
-    writers: tuple[WriterName, ...] = ()
+    activation_checkpointing: bool = False  # recompute blocks in the backward pass to save memory
+    parallel: ParallelMode | None = None  # under torchrun (default: ddp)
+    device: str = "auto"  # auto, cpu, cuda or mps
+    # Logging and checkpoints: none of these changes the trained weights.
+    evaluations: int = 20  # evenly spaced over the run
+    eval_every: int | None = None  # steps, instead of evaluations
+    eval_tokens: int | None = 32_768  # of the validation split; null: all of it
+    probe_every: int | None = None  # steps; null: with every evaluation, 0: never
+    log_every: int | None = None  # steps
+    save_every: int | None = None  # steps, instead of save_minutes
+    save_minutes: float = 2.0  # minutes between checkpoints
+    keep_latest_k: int = 2  # checkpoints to keep
+    writers: tuple[WriterName, ...] = ()  # metrics loggers beside metrics.jsonl
 
     def __post_init__(self) -> None:
-        given = [name for name in ("tokens", "steps", "minutes") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InputError(f"train: give tokens, steps or minutes, not {' and '.join(given)} together")
-        for name in ("tokens", "steps", "minutes", "batch_size", "accumulate", "lr", "eps", "evaluations", "keep_latest_k",
-                     "eval_every", "eval_tokens", "log_every", "save_every", "save_minutes"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise InputError(f"train.{name} must be above zero, not {value}")
-        for name in ("warmup", "weight_decay", "clip", "probe_every"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise InputError(f"train.{name} cannot be negative, and is {value}")
-        for name in ("min_lr_factor", "decay_ratio", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"train.{name} must lie between 0 and 1, not {getattr(self, name)}")
+        budgets = [name for name in ("tokens", "steps", "minutes") if getattr(self, name) is not None]
+        if len(budgets) > 1:
+            raise InputError(
+                f"train: set one of tokens, steps and minutes, not {' and '.join(budgets)}",
+                code="several-budgets",
+            )
+        self._check_ranges()
         check_seed("train.seed", self.seed)
         if self.batch_size % self.accumulate:
             raise InputError(
-                f"a batch of {self.batch_size} windows cannot be accumulated from {self.accumulate} equal parts"
+                f"train.batch_size {self.batch_size} is not a multiple of train.accumulate {self.accumulate}",
+                code="batch-not-divisible",
             )
+        if self.pace is not None:
+            check_pace(self.pace, in_minutes=self.minutes is not None)
+
+    def _check_ranges(self) -> None:
+        for name in (
+            *("tokens", "steps", "minutes", "batch_size", "accumulate", "lr", "eps", "evaluations"),
+            *("eval_every", "eval_tokens", "log_every", "save_every", "save_minutes", "keep_latest_k"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise InputError(f"train.{name} must be above zero, not {value}", code="not-positive")
+        for name in ("warmup", "weight_decay", "clip", "probe_every"):
+            value = getattr(self, name)
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise InputError(f"train.{name} must not be negative, but is {value}", code="negative")
+        for name in ("min_lr_factor", "decay_ratio", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(
+                    f"train.{name} must be between 0 and 1, not {getattr(self, name)}", code="not-a-fraction"
+                )
 
 
-# What may differ between the run that wrote a checkpoint and the run that goes on from it.
+# Keys of `train` that may change when a run resumes from a checkpoint.
 CHANGEABLE_ON_RESUME = {
-    "compile", "activation_checkpointing", "parallel", "device", "evaluations", "eval_every", "eval_tokens",
-    "probe_every", "log_every", "save_every", "save_minutes", "keep_latest_k", "writers",
-}  # fmt: skip
+    *("compile", "activation_checkpointing", "parallel", "device", "evaluations", "eval_every"),
+    *("eval_tokens", "probe_every", "log_every", "save_every", "save_minutes", "keep_latest_k", "writers"),
+}
 
 
 @dataclass(frozen=True)
@@ -115,8 +129,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> RunConfig:
-        if not isinstance(values, dict):
-            raise InputError("a run's config has the sections model, data and train")
+        check_mapping(values, "config")
         for key in values:
             if key not in ("model", "data", "train"):
                 raise unknown("section of the config", str(key), ("model", "data", "train"))
@@ -126,28 +139,29 @@ class RunConfig:
             dataclass_from_dict(DataConfig, data, "data"),
             dataclass_from_dict(TrainConfig, train, "train"),
         )
-        config.model_config(vocab_size=2)  # an unknown key should be said now, not after preparing the data
+        config.model_config(vocab_size=2)  # reports a wrong key before the data is prepared
         return config
 
     @classmethod
     def load(cls, path: Path) -> RunConfig:
         try:
-            text = path.read_text("utf-8")
+            values = yaml.safe_load(path.read_text("utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            raise InputError(f"there is no {path}: give the folder of a run, or a config") from None
+            raise InputError(
+                f"{path} does not exist: pass the folder of a run, or a config", code="config-not-found"
+            ) from None
         except UnicodeDecodeError:
-            raise InputError(f"{path} is not a text file") from None
-        try:
-            values = yaml.safe_load(text)
+            raise InputError(f"{path} is not a text file", code="config-not-text") from None
         except yaml.YAMLError as error:
-            raise InputError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+            reason = " ".join(str(error).split())
+            raise InputError(f"{path} is not valid YAML: {reason}", code="invalid-yaml") from None
         try:
             return cls.from_dict(values)
         except InputError as error:
             raise InputError(f"{path}: {error}", code=error.code) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads; what is left at its default is left out."""
+        """Return plain data for `from_dict`, without the fields that have their default value."""
         return {
             "model": self.model,
             "data": _non_default_fields(self.data),
@@ -158,18 +172,20 @@ class RunConfig:
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        """The model for a tokenizer of `vocab_size` tokens."""
+        """Return the model config for a tokenizer with `vocab_size` tokens."""
         values = dict(self.model)
         name = values.pop("preset", "tiny")
-        own = values.pop("vocab_size", None)
-        if isinstance(own, int) and own < vocab_size:
+        configured_size = values.pop("vocab_size", None)
+        if isinstance(configured_size, int) and configured_size < vocab_size:
             raise InputError(
-                f"model.vocab_size is {own}, too few for the tokenizer's {vocab_size} tokens: leave it out"
+                f"model.vocab_size is {configured_size}, but the tokenizer has {vocab_size} tokens: leave "
+                "model.vocab_size out",
+                code="vocab-too-small",
             )
-        return preset(name, **values, vocab_size=vocab_size if own is None else own)
+        return preset(name, **values, vocab_size=vocab_size if configured_size is None else configured_size)
 
     def fingerprint(self, data_fingerprint: str) -> str:
-        """Of everything that decides what is learned; `data` is the fingerprint of the tokens."""
+        """Return a hash of everything that determines the trained weights."""
         train = {
             name: value
             for name, value in dataclasses.asdict(self.train).items()
@@ -179,11 +195,23 @@ class RunConfig:
         text = json.dumps([model, self.data.seq_len, data_fingerprint, train], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def differences(self, other: RunConfig) -> list[str]:
-        """What `other` sets otherwise, e.g. `train.lr is 0.001, not 0.003`."""
-        mine, theirs = (_flatten({"model": c.model_config(2).to_dict(), "data": dataclasses.asdict(c.data),
-                               "train": dataclasses.asdict(c.train)}) for c in (self, other))  # fmt: skip
-        return [f"{key} is {mine[key]}, not {theirs[key]}" for key in mine if mine[key] != theirs[key]]
+    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the values of both configs by key path, e.g. `train.lr`, where they differ."""
+        mine, theirs = (
+            _flatten(
+                {
+                    "model": config.model_config(2).to_dict(),
+                    "data": dataclasses.asdict(config.data),
+                    "train": dataclasses.asdict(config.train),
+                }
+            )
+            for config in (self, other)
+        )
+        return {
+            key: (mine.get(key), theirs.get(key))
+            for key in dict.fromkeys([*mine, *theirs])
+            if mine.get(key) != theirs.get(key)
+        }
 
 
 def _non_default_fields(section: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""The processes that train one model together, started by `torchrun`: data-parallel (DDP) or sharded (FSDP2).
+"""Distributed training in processes started by `torchrun`: data-parallel (DDP) or sharded (FSDP2).
 
-`train.batch` is the batch of all of them, so that a run means the same however many share it.
+`train.batch_size` is the batch of all processes together, so the same config gives the same run for any
+number of processes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qkflow.training.config import ParallelMode
 
 @dataclass(frozen=True)
 class DistContext:
-    """One process's view of all of them. Alone, nothing here does anything."""
+    """Rank, device and collective operations of this process. With one process, all of them do nothing."""
 
     device: torch.device
     mode: ParallelMode = "none"
@@ -30,7 +31,7 @@ class DistContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and speaks for all."""
+        """Whether this process writes files and messages."""
         return self.rank == 0
 
     @property
@@ -38,7 +39,7 @@ class DistContext:
         return self.mode == "fsdp"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as the team trains it; its parameters keep their names in `model` itself."""
+        """Return the module whose forward synchronizes gradients; `model` keeps its parameter names."""
         if self.mode == "ddp":
             from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +47,7 @@ class DistContext:
         return model
 
     def shard(self, model: nn.Module, blocks: Iterator[nn.Module]) -> None:
-        """Give each process its part of every parameter, in place: one unit a block and one for the rest."""
+        """Apply FSDP in place: one unit per block and one for the remaining parameters."""
         if not self.is_sharded:
             return
         from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +60,7 @@ class DistContext:
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, is_last_microbatch: bool) -> Iterator[None]:
-        """Exchange gradients only in the last part of an accumulated batch."""
+        """Reduce gradients only in the last microbatch of a step."""
         if self.mode == "ddp" and not is_last_microbatch:
             assert isinstance(model, nn.parallel.DistributedDataParallel)
             with model.no_sync():
@@ -70,13 +71,13 @@ class DistContext:
         yield
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Sum a tensor over all processes, in place."""
         if self.world_size > 1:
             torch.distributed.all_reduce(values)
         return values
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag whether any process raises it: all then do the same at the same step."""
+        """Return for each flag whether it is set in any process."""
         if self.world_size == 1:
             return flags
         return tuple(
@@ -85,7 +86,7 @@ class DistContext:
         )
 
     def broadcast(self, value: Any) -> Any:
-        """The leader's value, everywhere."""
+        """Return the main process's value in every process."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -99,26 +100,31 @@ class DistContext:
 
 @contextmanager
 def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[DistContext]:
-    """The team that torchrun's environment describes, for as long as the block lasts."""
+    """Join the process group that torchrun's environment variables describe, until the block ends."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         if parallel in ("ddp", "fsdp"):
             raise InputError(
-                f"'{parallel}' needs several processes: start it with torchrun --nproc-per-node 2 -m qkflow …"
+                f"parallel mode '{parallel}' needs several processes: start with torchrun --nproc-per-node 2 "
+                "-m qkflow train …",
+                code="not-distributed",
             )
         yield DistContext(resolve_device(device))
         return
     if parallel == "none":
-        raise InputError(f"torchrun started {world} processes, but the run is set to parallel: none")
+        raise InputError(
+            f"torchrun started {world} processes, but the parallel mode is 'none': use ddp or fsdp",
+            code="parallel-none",
+        )
     import torch.distributed as dist
 
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    found = resolve_device(device)
-    if found.type == "cuda":
-        found = torch.device("cuda", local)
-        torch.cuda.set_device(found)
-    dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
+    own = resolve_device(device)
+    if own.type == "cuda":
+        own = torch.device("cuda", local)
+        torch.cuda.set_device(own)
+    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
     try:
-        yield DistContext(found, parallel or "ddp", dist.get_rank(), world)
+        yield DistContext(own, parallel or "ddp", dist.get_rank(), world)
     finally:
         dist.destroy_process_group()

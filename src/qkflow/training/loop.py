@@ -1,18 +1,7 @@
-"""One run, from its config to its result.
-
-A run's folder:
-
-    config.yaml        what to do; the only input
-    metrics.jsonl      rows of kind train, eval and probe, as they happen
-    checkpoints/       see `state`; removed when the run is finished
-    model/             config.json, model.safetensors, tokenizer.json: the trained model
-    result.json        written last: its presence means that the run is over
-"""
+"""The training loop, from a config to a result. `run_dir` describes the files of a run."""
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import statistics
 import threading
@@ -32,6 +21,7 @@ from qkflow.models import Decoder
 from qkflow.models.cost import flops_per_token, parameters_by_role
 from qkflow.system import collect_env, peak_memory
 from qkflow.training import pretrained
+from qkflow.training.callbacks import Callback
 from qkflow.training.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -42,30 +32,22 @@ from qkflow.training.checkpoint import (
 from qkflow.training.config import RunConfig
 from qkflow.training.distributed import DistContext, init_distributed
 from qkflow.training.metrics_log import MetricsLog, check_writers
-from qkflow.training.run_dir import lock_run_dir, stop_signals
+from qkflow.training.run_dir import (
+    CHECKPOINTS_DIR,
+    MODEL_DIR,
+    RESULT_FILE,
+    RUN_CONFIG_FILE,
+    lock_run_dir,
+    stop_signals,
+)
 from qkflow.training.schedule import Budget, crosses_milestone, learning_rate
 from qkflow.training.step import NonFiniteError, Stepper
 
-RUN_CONFIG_FILE, RESULT_FILE, CHECKPOINTS_DIR, MODEL_DIR = (
-    "config.yaml",
-    "result.json",
-    "checkpoints",
-    "model",
-)
 PROBE_WINDOWS, PROBE_TOKENS = 2, 128
 
 
 class StoppedError(Exception):
-    """The run was asked to stop, and has saved its state."""
-
-
-class Callback:
-    """Hears what happens in a run; silent unless overridden."""
-
-    def on_start(self, trainer: Trainer) -> None: ...
-    def on_step(self, trainer: Trainer, loss: Tensor) -> None: ...
-    def on_metrics(self, row: dict[str, Any]) -> None: ...
-    def on_message(self, message: str) -> None: ...
+    """The run was stopped by a signal and has saved a checkpoint."""
 
 
 def train(
@@ -75,42 +57,41 @@ def train(
     *,
     config_to_save: RunConfig | None = None,
 ) -> dict[str, Any]:
-    """Train what `config` says in `folder`, going on from its last checkpoint; the content of result.json.
+    """Train in `folder`, resuming from its last checkpoint. Return the content of result.json.
 
-    `record` is written down as the folder's config, once it is clear that the run can be run: what is refused
-    leaves nothing behind.
-    Raises StoppedError when stopped by a signal, and NonFiniteError when the loss is no longer a number.
+    `config_to_save` is written to the folder after all checks, so that a refused run leaves nothing behind.
+    Raise StoppedError after a signal, and NonFiniteError if the loss becomes NaN or infinite.
     """
     callback = callback or Callback()
-    with init_distributed(config.train.parallel, config.train.device) as team:
-        data = _prepare_data(config, team)  # a signal ends this at once: there is no state to save yet
+    with init_distributed(config.train.parallel, config.train.device) as dist_context:
+        data = _prepare_data(config, dist_context)  # before stop_signals: a signal interrupts it at once
         with stop_signals() as stop:
-            run = Trainer(folder, config, data, team, callback, stop)
-            with lock_run_dir(folder, team):
-                if config_to_save is not None and team.is_main:
+            trainer = Trainer(folder, config, data, dist_context, callback, stop)
+            with lock_run_dir(folder, dist_context):
+                if config_to_save is not None and dist_context.is_main:
                     files.write_atomic(folder / RUN_CONFIG_FILE, config_to_save.to_yaml())
-                return run.train()
+                return trainer.train()
 
 
 def _prepare_data(config: RunConfig, dist_context: DistContext) -> TokenSet:
-    """The tokens; one process makes them where they are not there yet, the others find them made."""
-    wanted = config.data
+    """Return the prepared corpus; the main process prepares it, the others read the cache."""
+    corpus, tokenizer, expected = config.data.corpus, config.data.tokenizer, config.data.fingerprint
     if dist_context.is_main:
-        prepare(wanted.corpus, wanted.tokenizer)
+        prepare(corpus, tokenizer)
     dist_context.barrier()
-    data = prepare(wanted.corpus, wanted.tokenizer, show_progress=False)
-    if wanted.fingerprint is not None and wanted.fingerprint != data.fingerprint:
+    data = prepare(corpus, tokenizer, show_progress=False)
+    if expected is not None and expected != data.fingerprint:
         raise InputError(
-            f"'{wanted.corpus}' has changed: its tokens have the fingerprint {data.fingerprint}, and the "
-            f"config asks for {wanted.fingerprint}"
+            f"'{corpus}' has changed: data.fingerprint is {expected}, but its tokens have {data.fingerprint}",
+            code="data-changed",
         )
     return data
 
 
 class Trainer:
-    """A run at work. `step` counts finished steps; `seconds` training time, earlier lives included.
+    """Trains one run. `step` counts finished steps, `train_seconds` training time, both over all resumes.
 
-    Making one refuses what cannot be run, and writes nothing.
+    The constructor raises InputError for a config that cannot be run, and writes nothing.
     """
 
     def __init__(
@@ -124,12 +105,12 @@ class Trainer:
     ) -> None:
         self.folder, self.config, self.data, self.dist_context = folder, config, data, dist_context
         self.callback, self.stop_event = callback, stop_event
-        train, length = config.train, config.data.seq_len
+        train, seq_len = config.train, config.data.seq_len
         check_writers(train.writers)
         self.model_config = config.model_config(data.vocab_size)
         self.windows = TrainWindows(
             data.tokens("train"),
-            length,
+            seq_len,
             train.batch_size,
             train.seed,
             rank=dist_context.rank,
@@ -137,16 +118,17 @@ class Trainer:
         )
         if train.batch_size % (train.accumulate * dist_context.world_size):
             raise InputError(
-                f"a batch of {train.batch_size} windows cannot be cut into {train.accumulate} parts for each of "
-                f"{dist_context.world_size} processes"
+                f"train.batch_size {train.batch_size} is not a multiple of train.accumulate "
+                f"{train.accumulate} times {dist_context.world_size} processes",
+                code="batch-not-divisible",
             )
-        self.eval_windows = data.eval_windows("validation", length, train.batch_size, train.eval_tokens)
-        self.budget = Budget.from_config(train, length)
+        self.eval_windows = data.eval_windows("validation", seq_len, train.batch_size, train.eval_tokens)
+        self.budget = Budget.from_config(train, seq_len)
         decoder = Decoder(self.model_config, seed=train.seed).to(dist_context.device)
-        self.flops_per_token = flops_per_token(decoder, length)
+        self.flops_per_token = flops_per_token(decoder, seq_len)
         self.parameters_by_role = parameters_by_role(decoder)
         self.circuit_tracker = CircuitTracker(decoder)
-        self.stepper = Stepper(decoder, train, self.windows, dist_context)
+        self.stepper = Stepper(decoder, train, self.windows, dist_context, self.budget.steps)
         self.checkpoints = CheckpointManager(
             folder / CHECKPOINTS_DIR,
             config.fingerprint(data.fingerprint),
@@ -154,13 +136,12 @@ class Trainer:
             dist_context,
             self.notify,
         )
-        self.step = self._first_step = 0  # of this process
+        self.step = self._first_step = 0  # _first_step: after the resume
         self.train_seconds = 0.0
-        self.step_durations: list[float] = []  # of steps
+        self.step_durations: list[float] = []  # in seconds, since the resume
         self.last_eval: EvalResult | None = None
-        self.pending_log: list[
-            tuple[float, Tensor, Tensor]
-        ] = []  # learning rate, loss, norm of steps not yet logged
+        # learning rate, loss and gradient norm of steps that are not yet logged
+        self.pending_log: list[tuple[float, Tensor, Tensor]] = []
 
     @property
     def tokens(self) -> int:
@@ -187,7 +168,7 @@ class Trainer:
             self._loop()
             return self._finish()
         except NonFiniteError:
-            if self.stepper.check_before_update:  # then nothing bad has reached the weights
+            if self.stepper.check_before_update:  # the weights are still finite
                 self._save_checkpoint()
             raise
         finally:
@@ -195,21 +176,20 @@ class Trainer:
                 self.metrics.close()
 
     def _loop(self) -> None:
-        saved = time.monotonic()
-        resumed = time.perf_counter()
+        last_save_time = time.monotonic()
+        start_time = time.perf_counter()
+        checked = self.progress  # when evaluations were last checked
         while self.progress < 1:
-            before = self.progress
             lr = learning_rate(self.config.train, self.budget, self.step, self.train_seconds)
-            loss, norm = self.stepper.step(self.step, lr, before)
+            loss, norm = self.stepper.step(self.step, lr, self.progress)
             self.step += 1
             self.pending_log.append((lr, loss, norm))
             self.callback.on_step(self, loss)
-            log, evaluate, probe, save = self._due_actions(before, saved)
-            if not self.stepper.check_before_update and not (
-                log or evaluate or probe or self._local_save_or_stop(save)
-            ):
-                continue  # let the device work ahead: its clock is read when there is something to say
-            resumed = self._record_time(resumed)
+            if not self._needs_sync(checked, last_save_time):
+                continue
+            start_time = self._record_time(start_time)
+            log, evaluate, probe, save = self._due_actions(checked, last_save_time)
+            checked = self.progress
             stop, save = self.dist_context.any_rank(self.stop_event.is_set(), save)
             if log or evaluate or save or stop:
                 self._log()
@@ -219,21 +199,28 @@ class Trainer:
                 self._probe()
             if stop or (save and self.progress < 1):
                 self._save_checkpoint()
-                saved = time.monotonic()
+                last_save_time = time.monotonic()
             if stop and self.progress < 1:
-                raise StoppedError(f"stopped at step {self.step}, and its state is saved")
+                raise StoppedError(f"stopped at step {self.step} with a checkpoint")
             if evaluate or probe or save:
-                resumed = time.perf_counter()
+                start_time = time.perf_counter()
 
-    def _local_save_or_stop(self, save: bool) -> bool:
-        """Reasons to pause that other processes, if there are any, may not have at the same step."""
-        by_step = self.config.train.save_every is not None
-        return (save and by_step) or (
-            self.dist_context.world_size == 1 and (save or self.stop_event.is_set())
-        )
+    def _needs_sync(self, progress_before: float, last_save_time: float) -> bool:
+        """Return whether to wait for the device after this step, the same in all processes.
+
+        Otherwise the device queue stays full. With several processes a save by time or a signal waits for the
+        next synchronization: clocks and signals differ between them.
+        """
+        if self.stepper.check_before_update:
+            return True
+        log, evaluate, probe, save = self._due_actions(progress_before, last_save_time)
+        if self.dist_context.world_size > 1:
+            save = save and self.config.train.save_every is not None
+            return log or evaluate or probe or save
+        return log or evaluate or probe or save or self.stop_event.is_set()
 
     def _due_actions(self, progress_before: float, last_save_time: float) -> tuple[bool, bool, bool, bool]:
-        """What is to be done after this step: log, evaluate, probe, save."""
+        """Return whether to log, evaluate, probe and save after this step."""
         train, last = self.config.train, self.progress >= 1
         every = train.log_every or max(1, (self.budget.steps or 1000) // 200)
         if train.eval_every:
@@ -252,7 +239,7 @@ class Trainer:
         return last or self.step % every == 0, evaluate, probe, save
 
     def _record_time(self, start_time: float) -> float:
-        """Add the time since `resumed`, spent on the steps not yet on the clock."""
+        """Add the time since `start_time`, divided among the steps since then. Return the current time."""
         if self.dist_context.device.type != "cpu":
             torch.get_device_module(self.dist_context.device).synchronize()
         now = time.perf_counter()
@@ -260,9 +247,8 @@ class Trainer:
         self.step_durations += [(now - start_time) / steps] * steps
         self.train_seconds += now - start_time
         if self.budget.seconds is not None:
-            self.train_seconds = self.dist_context.broadcast(
-                self.train_seconds
-            )  # all must stop at the same step
+            # all processes must stop at the same step
+            self.train_seconds = self.dist_context.broadcast(self.train_seconds)
         return now
 
     def _log(self) -> None:
@@ -295,9 +281,8 @@ class Trainer:
         self._write_metrics("eval", flops=self.tokens * self.flops_per_token, **self.last_eval.to_dict())
 
     def _probe(self) -> None:
-        """Where attention goes, on a few windows that never change; how large its circuits are and how fast
-        they move."""
-        if self.dist_context.is_sharded or not self.dist_context.is_main:  # a shard alone cannot run a layer
+        """Write attention and circuit metrics, measured on a fixed few windows."""
+        if self.dist_context.is_sharded or not self.dist_context.is_main:  # FSDP cannot run in one process
             return
         from qkflow.measures.attention import probe_attention, summarize_probe
         from qkflow.measures.slow_path import slow_path_metrics
@@ -305,12 +290,13 @@ class Trainer:
         inputs, _ = next(iter(self.eval_windows))
         ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.dist_context.device)
         decoder = self.stepper.decoder
-        found = {
+        self._write_metrics(
+            "probe",
             **summarize_probe(probe_attention(decoder, ids)),
             **circuit_metrics(decoder),
             **self.circuit_tracker.metrics(decoder),
-        }
-        self._write_metrics("probe", **found, **slow_path_metrics(decoder, ids))
+            **slow_path_metrics(decoder, ids),
+        )
 
     def _write_metrics(self, kind: str, **values: Any) -> None:
         if self.metrics is None:
@@ -326,48 +312,48 @@ class Trainer:
         self.callback.on_metrics(row)
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint; where there is no room for one, say so and go on with the one before."""
+        """Write a checkpoint. If the disk is full, report it and continue, unless the run is stopping."""
         if self.metrics is not None:
             self.metrics.sync()
-        record = {
+        metadata = {
             "seconds": self.train_seconds,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
         try:
-            self.checkpoints.save(self.step, self.stepper.state_dict(), record)
-        except DiskFullError as full:
+            self.checkpoints.save(self.step, self.stepper.state_dict(), metadata)
+        except DiskFullError as error:
             if self.stop_event.is_set():
                 raise
-            self.notify(f"{full}; training goes on, but a stop now would go back to the checkpoint before")
+            self.notify(f"{error}; training continues without this checkpoint")
 
     def _load_checkpoint(self) -> None:
-        found = self.checkpoints.latest()
-        if found is None:
-            if self.dist_context.is_main:
-                self.checkpoints.ensure_disk_space(
-                    self.stepper.state_dict()
-                )  # said now rather than after hours
+        checkpoint = self.checkpoints.latest()
+        if checkpoint is None:
+            if self.dist_context.is_main:  # a full disk is reported now, not after hours
+                self.checkpoints.ensure_disk_space(self.stepper.state_dict())
             return
         try:
-            load_checkpoint(found, self.stepper.state_dict())
-        except CorruptCheckpointError as damaged:
-            raise InputError(f"{damaged}: it is not a checkpoint of this model") from None
-        self.step = self._first_step = found.step
-        self.train_seconds = float(found.manifest["seconds"])
-        self._warn_if_environment_changed(found)
+            load_checkpoint(checkpoint, self.stepper.state_dict())
+        except CorruptCheckpointError as error:
+            raise InputError(
+                f"{error}: it is not a checkpoint of this model", code="checkpoint-of-another-model"
+            ) from None
+        self.step = self._first_step = checkpoint.step
+        self.train_seconds = float(checkpoint.manifest["seconds"])
+        self.notify(f"resuming from step {checkpoint.step}")
+        self._warn_if_environment_changed(checkpoint)
 
     def _warn_if_environment_changed(self, checkpoint: Checkpoint) -> None:
-        self.notify(f"going on from step {checkpoint.step}")
         for name, now in (("threads", torch.get_num_threads()), ("torch", torch.__version__)):
             if checkpoint.manifest[name] != now:
                 self.notify(
-                    f"the checkpoint was made with {name} {checkpoint.manifest[name]}, now it is {now}: "
-                    "the run will end within rounding of where it would have, not bit for bit"
+                    f"the checkpoint was saved with {name} {checkpoint.manifest[name]}, now it is {now}: the "
+                    "result will be equal up to rounding, not bit for bit"
                 )
 
     def _finish(self) -> dict[str, Any]:
-        """Write the model, then the result; only then are the checkpoints of no more use."""
+        """Write the model, then the result, then remove the checkpoints."""
         if self.last_eval is None:  # killed after the last step
             self._evaluate()
         assert self.last_eval is not None
@@ -391,35 +377,14 @@ class Trainer:
             | {"processes": self.dist_context.world_size},
         }
         if self.dist_context.is_main:
-            length = self.config.data.seq_len
             pretrained.save_model(
-                self.folder / MODEL_DIR, self.model_config, weights, self.data.tokenizer, length=length
+                self.folder / MODEL_DIR,
+                self.model_config,
+                weights,
+                self.data.tokenizer,
+                seq_len=self.config.data.seq_len,
             )
             files.write_json(self.folder / RESULT_FILE, result)
             shutil.rmtree(self.folder / CHECKPOINTS_DIR, ignore_errors=True)
         self.dist_context.barrier()
         return result
-
-
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """What result.json says; None where there is none, or a damaged one."""
-    try:
-        result = json.loads((folder / RESULT_FILE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return result if isinstance(result, dict) else None
-
-
-def write_failure(folder: Path, error: str) -> None:
-    files.write_json(folder / RESULT_FILE, {"status": "failed", "error": error})
-
-
-def time_left(trainer: Trainer) -> float | None:
-    """Seconds of training still to come, from the pace so far."""
-    if not trainer.step_durations or not trainer.progress:
-        return None
-    if trainer.budget.seconds is not None:
-        return max(0.0, trainer.budget.seconds - trainer.train_seconds)
-    return statistics.median(trainer.step_durations[-50:]) * math.ceil(
-        (trainer.budget.steps or 0) - trainer.step
-    )

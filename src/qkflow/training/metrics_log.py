@@ -1,4 +1,4 @@
-"""What a run reports as it goes: `metrics.jsonl` is the truth, other writers are copies of it."""
+"""The metrics of a run: `metrics.jsonl`, and copies to TensorBoard, Trackio or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any, Protocol
 
 from qkflow import files
 from qkflow.errors import InputError
+from qkflow.training.run_dir import METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 MetricsRow = dict[str, Any]
 
 
 class MetricsWriter(Protocol):
-    """Another place that rows go to."""
+    """A destination that receives every row in addition to `metrics.jsonl`."""
 
     def write(self, row: MetricsRow) -> None: ...
     def close(self) -> None: ...
 
 
 class MetricsLog:
-    """Appends rows to a run's `metrics.jsonl`, going on after step `after`."""
+    """Appends rows to the `metrics.jsonl` of a run that resumes after `resume_step`."""
 
     def __init__(
         self, folder: Path, resume_step: int, writers: tuple[str, ...] = (), config: MetricsRow | None = None
     ) -> None:
         self._writers = [WRITERS[name](folder, config or {}) for name in writers]
         path = folder / METRICS_FILE
-        # Steps that a killed run made after its last checkpoint are made again: forget what it said of them.
+        # Steps that a killed process made after its last checkpoint are repeated: drop their rows.
         kept = [row for row in read_rows(path) if row["step"] <= resume_step] if resume_step else []
         files.write_atomic(path, "".join(map(_to_json_line, kept)))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -41,34 +41,44 @@ class MetricsLog:
         row = {key: _nan_to_none(value) for key, value in row.items()}
         self._file.write(_to_json_line(row))
         self._file.flush()
-        for copy in self._writers:
-            copy.write(row)
+        for writer in self._writers:
+            writer.write(row)
 
     def sync(self) -> None:
-        """Make every row so far durable, before a checkpoint that stands after them."""
+        """Make all rows durable; called before a checkpoint of the same step."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
-        for copy in self._writers:
-            copy.close()
+        for writer in self._writers:
+            writer.close()
+
+
+def parse_row(line: bytes) -> MetricsRow | None:
+    """Return one row of `metrics.jsonl`; None for a line that a killed process left incomplete."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    usable = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)
+    return row if usable else None
 
 
 def read_rows(path: Path) -> list[MetricsRow]:
-    """All whole rows; a line cut short by a kill is passed over."""
+    """Return all complete rows of a `metrics.jsonl`; an empty list if there is no file."""
     try:
-        lines = path.read_text("utf-8", errors="replace").splitlines()
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
+    return [row for line in lines if (row := parse_row(line)) is not None]
+
+
+def read_rows_by_kind(path: Path) -> dict[str, list[MetricsRow]]:
+    """Return rows by kind in order of steps; of several rows for one step, the last."""
+    kinds: dict[str, dict[int, MetricsRow]] = {}
+    for row in read_rows(path):
+        kinds.setdefault(row["kind"], {})[row["step"]] = row
+    return {kind: [rows[step] for step in sorted(rows)] for kind, rows in kinds.items()}
 
 
 def _to_json_line(row: MetricsRow) -> str:
@@ -76,30 +86,31 @@ def _to_json_line(row: MetricsRow) -> str:
 
 
 def _nan_to_none(value: Any) -> Any:
-    """JSON has no NaN: null stands for it."""
+    """Replace NaN and infinity, which JSON does not have."""
     if isinstance(value, list):
         return [_nan_to_none(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scalars(row: MetricsRow) -> dict[str, float]:
-    """The numbers of a row by name, `kind/name`, a list as its mean."""
-    found: dict[str, float] = {}
+    """Return the numbers of a row as `kind/name`; a list is averaged."""
+    result: dict[str, float] = {}
     for key, value in row.items():
         values = [v for v in value if v is not None] if isinstance(value, list) else [value]
         if key not in ("kind", "step") and values and all(isinstance(v, int | float) for v in values):
-            found[f"{row['kind']}/{key}"] = sum(values) / len(values)
-    return found
+            result[f"{row['kind']}/{key}"] = sum(values) / len(values)
+    return result
 
 
 def check_writers(names: Iterable[str]) -> None:
-    """Every writer is called what its package is called."""
+    """Raise InputError for a writer whose package, which has the same name, is not installed."""
     for name in names:
         try:
             importlib.import_module(name)
         except ImportError:
             raise InputError(
-                f"the metrics writer '{name}' is not installed: pip install \"qkflow[{name}]\""
+                f"the metrics writer '{name}' is not installed: pip install \"qkflow[{name}]\"",
+                code="writer-not-installed",
             ) from None
 
 
@@ -118,7 +129,7 @@ class TensorBoardWriter:
 
 
 class _TrackerWriter:
-    """Trackio and W&B, which share one interface."""
+    """Base class for Trackio and W&B, which have the same API."""
 
     name: str
 

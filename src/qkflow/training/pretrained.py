@@ -1,4 +1,4 @@
-"""A trained model as a folder that anybody can load: config.json, model.safetensors, tokenizer.json."""
+"""Save and load a trained model as a folder: config.json, model.safetensors, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from qkflow.training.tensor_file import write_tensors
 
 MODEL_CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 TOKENIZER_NAME, TOKENIZER_CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
-MODEL_FORMAT = "qkflow-decoder"
+MODEL_FORMAT, OLD_MODEL_FORMAT = "qkflow-decoder-2", "qkflow-decoder"
 
 
 def full_state_dict(model: Decoder) -> dict[str, Tensor]:
-    """Every weight on the CPU, put together from its shards where it has any."""
-    whole = {}
+    """Return all weights on the CPU; FSDP tensors are gathered."""
+    weights = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        whole[name] = tensor.detach().cpu().contiguous()
-    return whole
+        weights[name] = tensor.detach().cpu().contiguous()
+    return weights
 
 
 def save_model(
@@ -36,13 +36,14 @@ def save_model(
     weights: dict[str, Tensor],
     tokenizer: Tokenizer,
     *,
-    length: int | None = None,
+    seq_len: int | None = None,
     special_tokens: dict[str, Any] | None = None,
 ) -> None:
-    """Write the folder in one go: it is there with everything in it, or not at all.
+    """Write a model folder atomically: it appears complete, or not at all.
 
-    `length` is that of the texts the model was trained on, `special_tokens` are what a config of
-    `transformers` calls so; both are handed on by `export`, where they are known.
+    `seq_len` is the length of the windows in training: the default of `qkflow eval`, and
+    `max_position_embeddings` of an export. `special_tokens` are token ids of a `transformers` config to keep
+    for an export.
     """
     with files.staging_folder(folder) as staging:
         write_tensors(staging / WEIGHTS_NAME, weights)
@@ -50,84 +51,110 @@ def save_model(
         if isinstance(tokenizer, HuggingFaceTokenizer):
             end = tokenizer.backend_tokenizer.id_to_token(tokenizer.eos_token_id)
             files.write_json(staging / TOKENIZER_CONFIG_NAME, {"eos_token": end})
-        described = {
+        content = {
             "format": MODEL_FORMAT,
             "model": config.to_dict(),
-            "end_of_document": tokenizer.eos_token_id,
-            "start_of_document": tokenizer.bos_token_id,
-            "seq_len": length,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "seq_len": seq_len,
             "special_tokens": special_tokens,
         }
-        files.write_json(staging / MODEL_CONFIG_NAME, {k: v for k, v in described.items() if v is not None})
+        files.write_json(staging / MODEL_CONFIG_NAME, {k: v for k, v in content.items() if v is not None})
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[Decoder, Tokenizer]:
-    """The model and tokenizer of a finished run's folder, or of its `model` folder."""
+    """Return the model, in eval mode, and the tokenizer of a finished run or of its `model` folder."""
     folder = find_model_dir(Path(path))
-    described = _read_model_config(folder)
-    config = ModelConfig.from_dict(described["model"])
-    model = Decoder(config, device="meta").to_empty(device=device)
+    stored = _read_model_config(folder)
+    model = Decoder(stored["model"], device="meta").to_empty(device=device)
     _load_weights(model, folder / WEIGHTS_NAME, device)
-    ends = described["end_of_document"], described["start_of_document"]
-    return model.eval(), _load_tokenizer(folder / TOKENIZER_NAME, *ends)
+    tokenizer = _load_tokenizer(folder / TOKENIZER_NAME, stored["eos_token_id"], stored["bos_token_id"])
+    return model.eval(), tokenizer
+
+
+def trained_seq_len(path: str | Path) -> int | None:
+    """Return the number of tokens per window that a model was trained on; None if it is not known."""
+    seq_len: int | None = _read_model_config(find_model_dir(Path(path)))["seq_len"]
+    return seq_len
 
 
 def transformers_config(path: str | Path) -> dict[str, Any]:
-    """What a config of `transformers` says besides the shape: special tokens, and the length in training."""
-    described = _read_model_config(find_model_dir(Path(path)))
-    end, length = described["end_of_document"], described["seq_len"]
-    special = {"eos_token_id": end, "pad_token_id": end, **(described["special_tokens"] or {})}
-    return special if length is None else {**special, "max_position_embeddings": length}
+    """Return the fields of a `transformers` config besides the shape: special tokens and trained length."""
+    stored = _read_model_config(find_model_dir(Path(path)))
+    eos, seq_len = stored["eos_token_id"], stored["seq_len"]
+    special = {"eos_token_id": eos, "pad_token_id": eos, **(stored["special_tokens"] or {})}
+    return special if seq_len is None else {**special, "max_position_embeddings": seq_len}
 
 
 def tokenizer_spec(path: str | Path) -> str:
-    """The tokenizer of a model, as `qkflow.data.prepare` takes it."""
+    """Return the tokenizer of a model in the form that `qkflow.data.prepare` takes."""
     folder = find_model_dir(Path(path))
     is_bytes = _read_json(folder / TOKENIZER_NAME).get("type") == "bytes"
     return "bytes" if is_bytes else str(folder / TOKENIZER_NAME)
 
 
 def find_model_dir(path: Path) -> Path:
-    """The model folder that a path stands for."""
+    """Return the model folder at `path`: itself, or its subfolder `model`."""
     for folder in (path, path / "model"):
         if (folder / MODEL_CONFIG_NAME).is_file():
             return folder
     if (path / "config.yaml").is_file():
-        raise InputError(f"the run in {path} is not finished: `qkflow train {path}` goes on with it")
+        raise InputError(
+            f"the run in {path} is not finished: `qkflow train {path}` resumes it", code="run-not-finished"
+        )
     if not path.exists():
         raise InputError(
-            f"there is no model at {path}: give the folder of a run that `qkflow train` finished"
+            f"there is no model at {path}: pass the folder of a run that `qkflow train` finished",
+            code="model-not-found",
         )
     raise InputError(
-        f"{path} holds no model: there is no {MODEL_CONFIG_NAME} in it, nor in a folder 'model' of it"
+        f"{path} contains no model: neither it nor its folder 'model' has a {MODEL_CONFIG_NAME}",
+        code="not-a-model-folder",
     )
 
 
 def check_finite_weights(source: str | Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Weights that are no numbers make a model that scores anything at all."""
+    """Raise InputError for weights that contain NaN or infinity."""
     for name, tensor in weights:
-        values = tensor.float() if tensor.itemsize == 1 else tensor  # of eight bits torch cannot say
+        values = tensor.float() if tensor.itemsize == 1 else tensor  # torch has no isfinite for 8-bit floats
         if not bool(values.isfinite().all()):
-            raise InputError(f"{source} is of no use: '{name}' holds values that are not finite numbers")
+            raise InputError(
+                f"{source} cannot be used: '{name}' contains NaN or infinite values",
+                code="non-finite-weights",
+            )
 
 
 def _read_model_config(folder: Path) -> dict[str, Any]:
-    """What the config says; None for what is known of some models only."""
-    described = _read_json(folder / MODEL_CONFIG_NAME)
-    if described.get("format") != MODEL_FORMAT:
+    """Return config.json with `model` as a ModelConfig; missing optional entries are None."""
+    path = folder / MODEL_CONFIG_NAME
+    stored = _read_json(path)
+    if stored.get("format") == OLD_MODEL_FORMAT:
         raise InputError(
-            f"{folder / MODEL_CONFIG_NAME} does not describe a qkflow model: `qkflow import {folder} OUT` makes one "
-            "of a transformers folder"
+            f"{path} was saved by an older version of qkflow: train the model again, or export it with that "
+            "version and use `qkflow import`",
+            code="model-format",
         )
-    for name, kind in (("model", dict), ("end_of_document", int)):
-        if not isinstance(described.get(name), kind):
-            raise InputError(
-                f"{folder / MODEL_CONFIG_NAME} is damaged: it does not say the '{name}' of a qkflow model"
-            )
-    for name, kind in (("start_of_document", int), ("seq_len", int), ("special_tokens", dict)):
-        if not isinstance(described.setdefault(name), kind | None):
-            raise InputError(f"{folder / MODEL_CONFIG_NAME} is damaged: its '{name}' is {described[name]!r}")
-    return described
+    if stored.get("format") != MODEL_FORMAT:
+        raise InputError(
+            f"{path} does not describe a qkflow model: convert a transformers folder with "
+            f"`qkflow import {folder} OUT`",
+            code="not-a-qkflow-model",
+        )
+    for name, kind, required in (
+        ("model", dict, True),
+        ("eos_token_id", int, True),
+        ("bos_token_id", int, False),
+        ("seq_len", int, False),
+        ("special_tokens", dict, False),
+    ):
+        value = stored.setdefault(name)
+        if not isinstance(value, kind) and (required or value is not None):
+            raise InputError(f"{path} is damaged: '{name}' is {value!r}", code="corrupt-model")
+    try:
+        stored["model"] = ModelConfig.from_dict(stored["model"])
+    except InputError as error:
+        raise InputError(f"{path} is damaged: {error}", code="corrupt-model") from None
+    return stored
 
 
 def _load_weights(model: Decoder, path: Path, device: torch.device | str) -> None:
@@ -139,25 +166,26 @@ def _load_weights(model: Decoder, path: Path, device: torch.device | str) -> Non
         check_finite_weights(path, weights.items())
         model.load_state_dict(weights)
     except (OSError, SafetensorError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"cannot read {path}: {error}", code="corrupt-model") from None
     except RuntimeError as error:
         raise InputError(
-            f"{path} does not hold the weights of its config: {str(error).splitlines()[-1]}"
+            f"the weights in {path} do not fit its config: {str(error).splitlines()[-1].strip()}",
+            code="weights-do-not-fit",
         ) from None
 
 
-def _load_tokenizer(path: Path, end_of_document: int, start_of_document: int | None) -> Tokenizer:
+def _load_tokenizer(path: Path, eos_token_id: int, bos_token_id: int | None) -> Tokenizer:
     try:
-        return tokenizer_from_str(path.read_text("utf-8"), end_of_document, start_of_document)
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"{path} cannot be read as a tokenizer: {error}") from None
+        return tokenizer_from_str(path.read_text("utf-8"), eos_token_id, bos_token_id)
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise InputError(f"cannot read {path} as a tokenizer: {error}", code="corrupt-tokenizer") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+        raise InputError(f"cannot read {path}: {error}", code="corrupt-model") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path} does not describe a qkflow model")
+        raise InputError(f"{path} does not describe a qkflow model", code="not-a-qkflow-model")
     return values

@@ -1,41 +1,77 @@
-"""A run's process: alone in its folder, and asked politely to stop."""
+"""The folder of a run: the only interface between the process that trains and everything else.
+
+    config.yaml        the config; the only input
+    metrics.jsonl      rows of kind train, eval and probe, appended while training
+    checkpoints/       see `checkpoint`; removed when the run is finished
+    model/             config.json, model.safetensors, tokenizer.json: the trained model
+    result.json        written last: the run is over, with status `finished` or `failed`
+
+The exit code of a worker process says how it ended.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from qkflow.files import lock_folder
+from qkflow import files
 from qkflow.training.distributed import DistContext
+
+RUN_CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS_DIR = "checkpoints"
+MODEL_DIR = "model"
+RESULT_FILE = "result.json"
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1  # the reason is in result.json, unless the disk is full
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 75  # stopped by a signal after saving a checkpoint: can be resumed
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """Return the content of result.json; None if it is missing or damaged."""
+    try:
+        result = json.loads((folder / RESULT_FILE).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return result if isinstance(result, dict) else None
+
+
+def write_failure(folder: Path, error: str) -> None:
+    """Write the result.json of a failed run."""
+    files.write_json(folder / RESULT_FILE, {"status": "failed", "error": error})
 
 
 @contextmanager
 def lock_run_dir(folder: Path, dist_context: DistContext) -> Iterator[None]:
     """Lock the run folder in the main process; two runs in one folder would overwrite each other."""
-    with lock_folder(folder, ".worker.lock") if dist_context.is_main else nullcontext():
+    with files.lock_folder(folder, ".worker.lock") if dist_context.is_main else nullcontext():
         yield
 
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """An event set by Ctrl-C or SIGTERM, for the run to save its state; asked twice, it stops at once."""
+    """Set an event on SIGINT (Ctrl-C) or SIGTERM; raise KeyboardInterrupt on the second signal."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,11 +1,12 @@
 """Train the run in a folder: `python -m qkflow.training.worker FOLDER [--threads N] [--parallel ddp|fsdp]`.
 
-Exit codes: 0 finished, 75 stopped by a signal with its state saved, 2 bad input, 1 failed (see result.json).
+Exit codes: 0 finished, 75 stopped by a signal after a checkpoint, 2 bad input, 1 failed (see result.json).
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import traceback
 from dataclasses import replace
@@ -15,27 +16,22 @@ from typing import NoReturn, get_args
 import torch
 
 from qkflow.errors import InputError
+from qkflow.training.callbacks import Callback, StderrCallback
 from qkflow.training.checkpoint import DiskFullError
 from qkflow.training.config import ParallelMode, RunConfig
-from qkflow.training.loop import (
+from qkflow.training.loop import StoppedError, train
+from qkflow.training.run_dir import (
+    CHECKPOINTS_DIR,
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
     RESULT_FILE,
     RUN_CONFIG_FILE,
-    Callback,
-    StoppedError,
     read_result,
-    train,
     write_failure,
 )
 from qkflow.training.step import NonFiniteError
-
-EXIT_FINISHED, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 75
-
-
-class StderrCallback(Callback):
-    """Says what is out of the ordinary, nothing else."""
-
-    def on_message(self, text: str) -> None:
-        print(f"qkflow: {text}", file=sys.stderr, flush=True)
 
 
 def run_worker(
@@ -44,23 +40,22 @@ def run_worker(
     parallel: ParallelMode | None = None,
     config_to_save: RunConfig | None = None,
 ) -> int:
-    """Run to the end of the run, or of what can be done; the exit code.
+    """Train until the run is finished, stopped or failed. Return the exit code.
 
-    `record` is the config of a run that is new in the folder, or goes on with changes; it is written there.
+    `config_to_save` is the config of a new run, or of a resumed run with changes, to write to the folder.
     """
     if (read_result(folder) or {}).get("status") == "finished":
+        shutil.rmtree(folder / CHECKPOINTS_DIR, ignore_errors=True)  # left if it was killed right at the end
         return EXIT_FINISHED
-    if (folder / RESULT_FILE).is_file():
-        (folder / RESULT_FILE).unlink(
-            missing_ok=True
-        )  # failed, or damaged: tried again from the last good state
+    if (folder / RESULT_FILE).is_file():  # failed or damaged: retry from the last checkpoint
+        (folder / RESULT_FILE).unlink(missing_ok=True)
     config = config_to_save or RunConfig.load(folder / RUN_CONFIG_FILE)
     if parallel is not None:
         config = replace(config, train=replace(config.train, parallel=parallel))
     try:
         train(folder, config, callback or StderrCallback(), config_to_save=config_to_save)
     except StoppedError as stopped:
-        print(f"qkflow: {stopped}: the same command goes on from there", file=sys.stderr)
+        print(f"qkflow: {stopped}: the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except NonFiniteError as error:
         write_failure(folder, str(error))
@@ -74,36 +69,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=None, help="default: $OMP_NUM_THREADS, or all cores")
     parser.add_argument(
-        "--parallel", choices=get_args(ParallelMode), help="how the processes of torchrun share work"
+        "--parallel", choices=get_args(ParallelMode), help="parallel mode of the processes of torchrun"
     )
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
-        configure_process(given.threads)
-        return run_worker(given.folder, parallel=given.parallel)
+        configure_process(options.threads)
+        return run_worker(options.folder, parallel=options.parallel)
     except InputError as error:
-        print(f"qkflow: {error}", file=sys.stderr)
+        print(f"qkflow: {error} [{error.code}]", file=sys.stderr)
         return EXIT_BAD_INPUT
     except PermissionError as error:
         print(f"qkflow: {error.strerror} ({error.filename})", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except DiskFullError as error:  # nothing has failed for good: with room it goes on
+    except DiskFullError as error:  # no result.json: the run can be resumed with more space
         print(f"qkflow: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_FAILED
     except Exception as error:
         traceback.print_exc()
-        write_failure(given.folder, f"{type(error).__name__}: {error}")
+        write_failure(options.folder, f"{type(error).__name__}: {error}")
         return EXIT_FAILED
 
 
 def configure_process(threads: int | None) -> None:
-    """Settings of the whole process."""
+    """Set the number of CPU threads of this process, and flush denormals to zero."""
     if threads is not None and threads < 1:
-        raise InputError(f"--threads must be at least 1, not {threads}")
+        raise InputError(f"--threads must be at least 1, not {threads}", code="threads-below-one")
     if threads is not None:
         torch.set_num_threads(threads)
-    # Averages of gradients that have long been zero (rare tokens) fade into numbers too small for full speed.
+    # Moments of gradients that stay zero (rare tokens) decay to denormals, which are slow on CPUs.
     torch.set_flush_denormal(True)
 
 

@@ -1,4 +1,4 @@
-"""`qkflow eval`: how well a trained model predicts a corpus, or does the tasks of an evaluation harness."""
+"""`qkflow eval`: evaluate a trained model on a corpus, or on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from qkflow import console
 from qkflow.errors import InputError, unknown
 
 SPLITS = ("train", "validation", "test")
+DEFAULT_SEQ_LEN = 128  # of a model whose config does not have the length it was trained on
 
 
 def evaluate(
@@ -32,10 +33,10 @@ def evaluate(
     threads: int | None = None,
     json: bool = False,
 ) -> None:
-    """Perplexity and bits per byte of a model on a corpus; or, with --tasks, what it scores on tasks.
+    """Perplexity and bits per byte of a model on a corpus; with --tasks, its scores on tasks.
 
-    The corpus is read with the model's own tokenizer. Bits per byte do not depend on the tokenizer, so models
-    with different ones can be compared. Tasks are run by lm-evaluation-harness (pip install "qkflow[eval]").
+    The corpus is tokenized with the model's own tokenizer. Bits per byte do not depend on the tokenizer, so
+    models with different ones can be compared. Tasks need lm-evaluation-harness (pip install "qkflow[eval]").
 
     examples:
       qkflow eval runs/first
@@ -45,19 +46,19 @@ def evaluate(
       qkflow eval path/to/llama --coupling my-coupling --tasks my_task.yaml --shots 2
 
     Args:
-        model: folder of a finished run; for tasks also a `transformers` folder or a name on the hub.
+        model: folder of a finished run; for tasks also a `transformers` folder or a model on the Hub.
         data: corpus: a built-in name, a path or hf:owner/name:config (default: speeches).
-        split: which part of the corpus: train, validation, test or all (default: validation).
-        length: tokens that the model sees at a time (default: 128).
-        tokens: how many to predict at most, spread evenly, e.g. 100k (default: all).
-        tasks: instead of a corpus: tasks the harness knows, or YAML files of your own, with commas between.
-        include: a folder with more tasks in YAML files.
-        limit: questions of each task (default: all).
-        shots: solved examples shown before each question (default: as the task says).
-        coupling: a folder that `hf.save_adapter` wrote, attached to the model before its tasks.
-        batch: windows or questions computed at once.
+        split: split of the corpus: train, validation, test or all (default: validation).
+        seq_len: tokens per window (default: as in training).
+        tokens: maximum number of predicted tokens, evenly spaced, e.g. 100k (default: all).
+        tasks: instead of a corpus: comma-separated names of harness tasks, or YAML files.
+        include: folder with additional tasks in YAML files.
+        limit: examples per task (default: all).
+        shots: few-shot examples per prompt (default: as the task defines).
+        coupling: folder written by `hf.save_adapter`, attached to the model before the tasks.
+        batch_size: windows or examples per forward pass.
         device: auto, cpu, cuda or mps.
-        threads: of the processor (default: all cores).
+        threads: CPU threads (default: all cores).
         json: print one JSON object instead of a table.
     """
     _check_exclusive_options(
@@ -72,75 +73,81 @@ def evaluate(
         ("shots", shots, 0),
     ):
         if value is not None and value < least:
-            raise InputError(f"--{name} must be at least {least}, not {value}")
+            raise InputError(f"--{name} must be at least {least}, not {value}", code="below-minimum")
     if split not in (None, *SPLITS, "all"):
         raise unknown("split", split, (*SPLITS, "all"))
     from qkflow.system import resolve_device
     from qkflow.training.worker import configure_process
 
     configure_process(threads)
-    place = str(resolve_device(device))
+    device = str(resolve_device(device))
     if tasks is not None:
         from qkflow.cli.commands.hf import evaluate_tasks
 
         evaluate_tasks(
             model, tasks, coupling=coupling, include=include, limit=limit, shots=shots, batch=batch_size,
-            device=place, json=json,
+            device=device, json=json,
         )  # fmt: skip
         return
     result = evaluate_corpus(
-        model, data or "speeches", split or "validation", seq_len or 128, batch_size, tokens, place
+        model, data or "speeches", split or "validation", seq_len, batch_size, tokens, device
     )
     if json:
         console.emit_json(result)
         return
     from qkflow.measures.language import format_eval_result
 
-    console.out.print(
-        f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens): {format_eval_result(result)}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    subject = f"{model} on {result['data']} ({result['split']}, {result['tokens']:,} tokens)"
+    text = f"{subject}: {format_eval_result(result)}"
+    console.out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluate_corpus(
-    model: Path, corpus: str, split: str, length: int, batch: int, tokens: str | None, device: str
+    model: Path,
+    corpus: str,
+    split: str,
+    seq_len: int | None,
+    batch_size: int,
+    tokens: str | None,
+    device: str,
 ) -> dict[str, Any]:
-    """How well a model of ours predicts a split of a corpus."""
+    """Return the loss of a trained model on a split of a corpus; `seq_len` defaults to the trained length."""
     from qkflow.config_io import parse_count
     from qkflow.data import prepare
     from qkflow.measures.language import evaluate_loss
-    from qkflow.training.pretrained import load_model, tokenizer_spec
+    from qkflow.training.pretrained import load_model, tokenizer_spec, trained_seq_len
 
     limit = None if tokens is None else parse_count(tokens)
     decoder, _ = load_model(model, device=device)
-    text = prepare(corpus, tokenizer_spec(model))
-    parts = SPLITS if split == "all" else (split,)
-    if not any(len(text.tokens(part)) for part in parts):
-        raise InputError(f"'{corpus}' has no text in its {split} split")
-    windows = text.eval_windows(parts, length, batch, limit)
+    token_set = prepare(corpus, tokenizer_spec(model))
+    splits = SPLITS if split == "all" else (split,)
+    if not any(len(token_set.tokens(name)) for name in splits):
+        raise InputError(f"'{corpus}' has no text in its {split} split", code="empty-split")
+    seq_len = seq_len or trained_seq_len(model) or DEFAULT_SEQ_LEN
+    windows = token_set.eval_windows(splits, seq_len, batch_size, limit)
 
-    def watch(batches: Iterable[Any]) -> Iterable[Any]:
+    def track(batches: Iterable[Any]) -> Iterable[Any]:
         with console.progress_bar() as bar:
-            yield from bar.track(batches, total=len(windows), description=f"reading {text.name}")
+            yield from bar.track(batches, total=len(windows), description=f"evaluating {token_set.name}")
 
-    measured = evaluate_loss(decoder, windows, progress=watch)
+    measured = evaluate_loss(decoder, windows, progress=track)
     if not math.isfinite(measured.loss):
         raise InputError(
-            f"the loss of {model} on '{corpus}' is not a finite number: its weights are too large"
+            f"the loss of {model} on '{corpus}' is not finite: its weights are too large",
+            code="non-finite-loss",
         )
-    result = {"model": str(model), "data": text.name, "split": split, **measured.to_dict()}
-    return result | {"tokens": measured.n_tokens, "bytes": measured.n_bytes}
+    result = {"model": str(model), "data": token_set.name, "split": split, "seq_len": seq_len}
+    return result | measured.to_dict() | {"tokens": measured.n_tokens, "bytes": measured.n_bytes}
 
 
 def _check_exclusive_options(
     tasks: str | None, *, corpus_options: dict[str, Any], task_options: dict[str, Any]
 ) -> None:
-    """A flag that would do nothing is a mistake worth telling."""
-    idle, why = (
-        (task_options, "needs --tasks") if tasks is None else (corpus_options, "does not go with --tasks")
-    )
-    for name, value in idle.items():
+    """Raise InputError for an option that would have no effect."""
+    if tasks is None:
+        unused, reason, code = task_options, "needs --tasks", "needs-tasks"
+    else:
+        unused, reason, code = corpus_options, "cannot be combined with --tasks", "conflicts-with-tasks"
+    for name, value in unused.items():
         if value is not None:
-            raise InputError(f"--{name} {why}")
+            raise InputError(f"--{name.replace('_', '-')} {reason}", code=code)

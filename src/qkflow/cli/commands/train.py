@@ -1,4 +1,4 @@
-"""`qkflow train`: one model, resumable."""
+"""`qkflow train`: train one model, or resume its training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from qkflow import console
 from qkflow.errors import InputError
-from qkflow.training import Callback
+from qkflow.training import Callback, Trainer
 from qkflow.training.config import CHANGEABLE_ON_RESUME, ParallelMode, RunConfig
 
 
@@ -33,7 +33,7 @@ def train(
     lr: float | None = None,
     schedule: str | None = None,
     warmup: float | None = None,
-    pace: float | None = None,
+    pace: str | None = None,
     seed: int | None = None,
     precision: str | None = None,
     device: str | None = None,
@@ -42,42 +42,44 @@ def train(
     threads: int | None = None,
     json: bool = False,
 ) -> int:
-    """Train one model into a folder. Stopped or killed, the same command goes on where it was.
+    """Train one model in a folder. After a stop or a kill, the same command resumes the run.
 
-    The folder gets config.yaml, metrics.jsonl, checkpoints, and at the end the model and result.json.
+    The folder contains config.yaml, metrics.jsonl and checkpoints, and at the end the model and result.json.
 
     examples:
       qkflow train runs/first
       qkflow train runs/coupled --data my_texts/ --coupling leapfrog:n=7 --tokens 5M --lr 2e-3
-      qkflow train runs/small --preset small --tokenizer bpe:8192 --length 256 --minutes 30
+      qkflow train runs/small --preset small --tokenizer bpe:8192 --seq-len 256 --minutes 30
+      qkflow train runs/paced --steps 2000 --pace increasing:40
       qkflow train runs/odd --config run.yaml --set train.beta2=0.98 --set model.n_kv_heads=2
       torchrun --nproc-per-node 2 -m qkflow train runs/big --preset 60m --parallel fsdp
 
     Args:
-        folder: where the run lives; an interrupted one goes on, a finished one is shown.
-        config: a YAML file with the sections model, data and train; flags come on top of it.
+        folder: folder of the run; an interrupted run is resumed, a finished one is shown.
+        config: a YAML file with the sections model, data and train; flags override it.
         data: corpus to train on: a built-in name, a path or hf:owner/name:config (default: speeches).
         tokenizer: bytes, bpe:SIZE, a path or hf:NAME (default: bpe:2048).
-        length: tokens of a window (default: 128).
+        seq_len: tokens per window (default: 128).
         preset: size of the model: tiny, small, 60m, 150m, 350m, 455m (default: tiny).
         coupling: none, drift, euler, leapfrog:n=7, affine, ... (default: none).
         scoring: softmax, differential or differential_v2 (default: softmax).
-        start: how weights start: gpt2, fan_in, symmetric=1, mimetic (default: gpt2).
-        tokens: how many to train on, e.g. 200k or 5M (default: 1M).
-        steps: how many steps, instead of tokens.
-        minutes: how long, instead of tokens; evaluation is not counted.
-        batch: windows of one step, over all processes (default: 16).
-        accumulate: parts that a batch is computed in, to save memory (default: 1).
-        lr: learning rate (default: 3e-3).
-        schedule: how it falls: cosine, wsd or constant (default: cosine).
-        warmup: share of the run, or number of steps, in which it rises (default: 0.02).
-        pace: how many times as fast the query-key circuit learns (default: 1).
-        seed: of the weights' start and the order of the data (default: 0).
+        init: init scheme of the weights: gpt2, fan_in, symmetric=1, mimetic (default: gpt2).
+        tokens: training tokens, e.g. 200k or 5M (default: 1M).
+        steps: optimizer steps, instead of tokens.
+        minutes: training time without evaluation, instead of tokens.
+        batch_size: windows per optimizer step, over all processes (default: 16).
+        accumulate: microbatches per optimizer step, to save memory (default: 1).
+        lr: peak learning rate (default: 3e-3).
+        schedule: learning-rate schedule after warmup: cosine, wsd or constant (default: cosine).
+        warmup: fraction of the run, or number of steps, of linear warmup (default: 0.02).
+        pace: learning rate of the query-key circuit relative to the rest: a number, or increasing:40 to
+            ramp it up from 1 over the run (default: 1).
+        seed: of the init and the batches (default: 0).
         precision: fp32 or bf16 (default: fp32).
         device: auto, cpu, cuda or mps (default: auto).
-        parallel: how the processes of torchrun share the work (default: ddp).
+        parallel: parallel mode of the processes of torchrun (default: ddp).
         set: any other key of the config, e.g. train.clip=0.5; may be repeated.
-        threads: of the processor (default: all cores).
+        threads: CPU threads (default: all cores).
         json: print the result as one JSON object instead of a table.
     """
     from qkflow.training import worker
@@ -86,48 +88,52 @@ def train(
         "model": {"preset": preset, "init": init, "attention": {"coupling": coupling, "scoring": scoring}},
         "data": {"corpus": data, "tokenizer": tokenizer, "seq_len": seq_len},
         "train": {
-            "tokens": tokens, "steps": steps, "minutes": minutes, "batch_size": batch_size, "accumulate": accumulate,
-            "lr": lr, "schedule": schedule, "warmup": warmup, "pace": pace, "seed": seed,
-            "precision": precision, "device": device,
+            "tokens": tokens, "steps": steps, "minutes": minutes, "batch_size": batch_size,
+            "accumulate": accumulate, "lr": lr, "schedule": schedule, "warmup": warmup, "pace": pace,
+            "seed": seed, "precision": precision, "device": device,
         },
     }  # fmt: skip
-    given = _deep_merge(_deep_merge(_read_yaml(config), _drop_none(flags)), _parse_assignments(set))
-    settled = resolve_config(folder, given)
+    overrides = _deep_merge(_deep_merge(_read_yaml(config), _drop_none(flags)), _parse_assignments(set))
+    config_to_save = resolve_config(folder, overrides)
     worker.configure_process(threads)
-    with _ProgressCallback(folder) as shown:
-        code = worker.run_worker(folder, shown, parallel, settled)
+    with _ProgressCallback(folder) as progress:
+        code = worker.run_worker(folder, progress, parallel, config_to_save)
     if code == worker.EXIT_INTERRUPTED:
-        said = f"qkflow train {folder}  goes on from there"
-        console.err.print(said, markup=False, highlight=False, soft_wrap=True)
-    if code == worker.EXIT_FINISHED and shown.is_main:
+        message = f"resume with: qkflow train {folder}"
+        console.err.print(message, markup=False, highlight=False, soft_wrap=True)
+    if code == worker.EXIT_FINISHED and progress.is_main:
         print_result(folder, json)
     return code
 
 
 def resolve_config(folder: Path, overrides: dict[str, Any]) -> RunConfig | None:
-    """The config of a new run, or of an old one with changes that are free; None to leave it as it is."""
+    """Return the config of a new run, or of an existing one with allowed changes; None: no changes."""
     path = folder / "config.yaml"
     if not path.exists():
         config = RunConfig.from_dict(overrides)
         if folder.exists() and (not folder.is_dir() or any(p.name[0] != "." for p in folder.iterdir())):
-            raise InputError(f"{folder} holds something else: give a new or an empty folder")
+            raise InputError(
+                f"{folder} contains other files: choose a new or an empty folder", code="folder-not-empty"
+            )
         return config
     old = RunConfig.load(path)
     if not overrides:
         return None
     new = RunConfig.from_dict(_deep_merge(old.to_dict(), overrides))
-    free = {f"train.{name} " for name in CHANGEABLE_ON_RESUME}
-    bound = [text for text in old.differences(new) if not any(text.startswith(name) for name in free)]
-    if bound:
-        raise InputError(
-            f"{folder} holds another run ({bound[0]}): leave that out to go on, or give another folder"
-        )
+    changeable = {f"train.{name}" for name in CHANGEABLE_ON_RESUME}
+    for key, (before, after) in old.differences(new).items():
+        if key not in changeable:
+            raise InputError(
+                f"the run in {folder} has {key} {before}, not {after}: leave that out to resume it, or "
+                "choose another folder",
+                code="run-has-another-config",
+            )
     return new
 
 
 def print_result(folder: Path, json: bool) -> None:
     from qkflow.measures.language import format_eval_result
-    from qkflow.training.loop import read_result
+    from qkflow.training.run_dir import read_result
 
     result = read_result(folder) or {}
     if json:
@@ -135,7 +141,10 @@ def print_result(folder: Path, json: bool) -> None:
         return
     for name in ("parameters", "tokens", "seconds", "loss", "perplexity", "bits_per_byte"):
         if name not in result:
-            raise InputError(f"{folder / 'result.json'} does not say '{name}': remove it to train again")
+            raise InputError(
+                f"{folder / 'result.json'} has no '{name}': remove the file to train again",
+                code="incomplete-result",
+            )
     speed = result["tokens"] / max(result["seconds"], 1e-9)
     lines = [
         f"{folder}: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "
@@ -147,14 +156,14 @@ def print_result(folder: Path, json: bool) -> None:
 
 
 class _ProgressCallback(Callback):
-    """A progress bar with tokens a second, loss and time left, on stderr."""
+    """Shows a progress bar with tokens per second and losses on stderr."""
 
     def __init__(self, folder: Path) -> None:
         from rich.progress import TextColumn
 
         self.is_main = True
         self._folder = folder
-        self._bar = console.progress_bar(TextColumn("{task.fields[said]}"))
+        self._bar = console.progress_bar(TextColumn("{task.fields[losses]}"))
         self._task: Any = None
         self._train_text = ""
         self._eval_text = ""
@@ -163,26 +172,23 @@ class _ProgressCallback(Callback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar.live.is_started:  # rich ends even a bar that never began with an empty line
+        if self._bar.live.is_started:  # stopping a bar that never started prints an empty line
             self._bar.stop()
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: Trainer) -> None:
         self.is_main = trainer.dist_context.is_main
         if not self.is_main:
             return
-        total = trainer.budget.steps or trainer.budget.seconds
+        total = trainer.budget.steps or round(trainer.budget.seconds or 0)
         self._task = self._bar.add_task(
-            f"training {self._folder.name}", total=total, completed=trainer.step, said=""
+            f"training {self._folder.name}", total=total, completed=trainer.step, losses=""
         )
         self._bar.start()
 
-    def on_step(self, trainer: Any, loss: Any) -> None:
+    def on_step(self, trainer: Trainer, loss: Any) -> None:
         if self._task is not None:
-            done = (
-                trainer.step
-                if trainer.budget.steps
-                else min(round(trainer.seconds), round(trainer.budget.seconds))
-            )
+            seconds = trainer.budget.seconds
+            done = trainer.step if seconds is None else round(min(trainer.train_seconds, seconds))
             self._bar.update(self._task, completed=done)
 
     def on_metrics(self, row: dict[str, Any]) -> None:
@@ -190,7 +196,7 @@ class _ProgressCallback(Callback):
             self._train_text = f"{row['tokens_per_second']:,.0f} tokens/s  loss {row['loss']:.3f}"
         elif row["kind"] == "eval":
             self._eval_text = f"  validation {row['loss']:.3f}"
-        self._bar.update(self._task, said=self._train_text + self._eval_text)
+        self._bar.update(self._task, losses=self._train_text + self._eval_text)
 
     def on_message(self, message: str) -> None:
         self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
@@ -199,22 +205,24 @@ class _ProgressCallback(Callback):
 def _read_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
-    RunConfig.load(path)  # says what is wrong with it, and where
+    RunConfig.load(path)  # its errors name the file
     values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
     return values
 
 
 def _parse_assignments(texts: tuple[str, ...]) -> dict[str, Any]:
-    """`train.clip=0.5` as the nested mapping it stands for."""
+    """Return assignments such as `train.clip=0.5` as a nested mapping."""
     merged: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
-            raise InputError(f"--set takes section.key=value, e.g. train.clip=0.5, not '{text}'")
+            raise InputError(
+                f"--set takes section.key=value, e.g. train.clip=0.5, not '{text}'", code="invalid-assignment"
+            )
         try:
             nested: Any = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise InputError(f"--set {key}: '{value}' cannot be read as YAML") from None
+            raise InputError(f"--set {key}: '{value}' is not valid YAML", code="invalid-yaml") from None
         for part in reversed(key.split(".")):
             nested = {part: nested}
         merged = _deep_merge(merged, nested)

@@ -14,7 +14,7 @@ import yaml
 
 from qkflow.errors import InputError
 from qkflow.studies.runner.engines import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from qkflow.training.loop import write_failure
+from qkflow.training.run_dir import write_failure
 
 
 def main(folder: Path) -> int:

@@ -24,7 +24,7 @@ import yaml
 
 from qkflow.errors import InputError
 from qkflow.files import make_folder, write_atomic, write_json
-from qkflow.training.loop import read_result
+from qkflow.training.run_dir import read_result
 
 STUDY_FILE = "study.yaml"
 

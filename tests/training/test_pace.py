@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from input_errors import raises_code
 from qkflow import hf
-from qkflow.errors import InputError
-from qkflow.training.pace import ConstantRatio, IncreasingRatio, get_qk_ratio_scheduler, parse_ratio_schedule
+from qkflow.models import Decoder, preset
+from qkflow.training.pace import (
+    ConstantRatio,
+    IncreasingRatio,
+    get_qk_ratio_scheduler,
+    pace_lr_multipliers,
+    parse_ratio_schedule,
+)
 
 
 def optimizer(ratio: float = 1.0) -> torch.optim.Optimizer:
@@ -26,12 +33,12 @@ def learning_rates(found: torch.optim.Optimizer) -> dict[str, float]:
 
 
 @given(factor=st.floats(0.1, 100), steps=st.integers(1, 1000), step=st.integers(0, 2000))
-def test_the_increasing_schedule_is_its_formula(factor: float, steps: int, step: int) -> None:
+def test_increasing_ratio_formula(factor: float, steps: int, step: int) -> None:
     expected = 1 + (factor - 1) * step / steps if step <= steps else factor
     assert IncreasingRatio(factor, steps)(step) == pytest.approx(expected)
 
 
-def test_schedules_are_read() -> None:
+def test_parse_ratio_schedule() -> None:
     assert parse_ratio_schedule(20, 10) == ConstantRatio(20.0)
     assert parse_ratio_schedule("0.5", 10) == ConstantRatio(0.5)
     assert parse_ratio_schedule("increasing:40", 10) == IncreasingRatio(40.0, 10)
@@ -48,7 +55,7 @@ def cosine(step: int) -> float:
 
 
 @pytest.mark.parametrize("ratio", [3.0, "increasing:5", lambda step: 1.0 + step % 3])
-def test_a_ratio_composes_with_the_base_schedule(ratio: Any) -> None:
+def test_ratio_multiplies_the_base_schedule(ratio: Any) -> None:
     found = optimizer(ratio=2.0)
     scheduler = get_qk_ratio_scheduler(found, ratio, steps=8, base_schedule=cosine)
     schedule = parse_ratio_schedule(ratio, 8)
@@ -60,7 +67,7 @@ def test_a_ratio_composes_with_the_base_schedule(ratio: Any) -> None:
         scheduler.step()
 
 
-def test_a_schedule_goes_on_where_it_was() -> None:
+def test_scheduler_state_resumes() -> None:
     whole, stopped, resumed = optimizer(), optimizer(), optimizer()
     schedulers = {
         id(o): get_qk_ratio_scheduler(o, "increasing:7", steps=6, base_schedule=cosine)
@@ -76,7 +83,7 @@ def test_a_schedule_goes_on_where_it_was() -> None:
     state = {"scheduler": schedulers[id(stopped)].state_dict(), "optimizer": stopped.state_dict()}
     torch.save(state, kept)
     kept.seek(0)
-    loaded = torch.load(kept, weights_only=True)  # plain data: nothing has to be unpickled
+    loaded = torch.load(kept, weights_only=True)
     schedulers[id(resumed)].load_state_dict(loaded["scheduler"])
     resumed.load_state_dict(loaded["optimizer"])
     for _ in range(2):
@@ -86,24 +93,57 @@ def test_a_schedule_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("ratio", "code"),
     [
-        ("fast", "'fast' is not a ratio"),
-        ("increasing", "'increasing' is not a ratio"),
-        ("increasing:4:rounds=2", "is not a ratio"),
-        (0, "must be a positive number, not 0"),
-        (-2.0, "must be a positive number"),
-        ("increasing:-3", "must be a positive number"),
-        ("increasing:3:steps=0", "at least 1 step"),
-        ("increasing:3:steps=11", "increases over 11 steps, but the run has 10"),
-        (IncreasingRatio(3.0, 11), "increases over 11 steps, but the run has 10"),
+        ("fast", "invalid-ratio"),
+        ("20:steps=3", "invalid-ratio"),
+        ("increasing", "invalid-ratio"),
+        ("increasing:4:rounds=2", "invalid-ratio"),
+        (0, "invalid-ratio"),
+        (-2.0, "invalid-ratio"),
+        (float("nan"), "invalid-ratio"),
+        ("increasing:-3", "invalid-ratio"),
+        ("increasing:3:steps=0", "invalid-ratio"),
+        ("increasing:3:steps=11", "ratio-ramp-too-long"),
+        (IncreasingRatio(3.0, 11), "ratio-ramp-too-long"),
     ],
 )
-def test_bad_ratios_are_refused(written: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse_ratio_schedule(written, 10)
+def test_bad_ratios_are_refused(ratio: Any, code: str) -> None:
+    with raises_code(code):
+        parse_ratio_schedule(ratio, 10)
 
 
-def test_groups_must_be_ours() -> None:
-    with pytest.raises(InputError, match='no group named "qk"'):
+def small_model(**options: Any) -> Decoder:
+    return Decoder(preset("tiny", vocab_size=32, n_layers=1, dim=16, n_heads=2, **options), seed=0)
+
+
+def test_pace_multiplies_the_lr_of_the_qk_roles() -> None:
+    model = small_model()
+    assert pace_lr_multipliers(None, model) == {}
+    for pace in (4, "4", {"ratio": 4}):
+        assert pace_lr_multipliers(pace, model) == {"q": 4.0, "k": 4.0}
+    collapsed = small_model(attention={"circuit": "CAFO", "rope": False})
+    assert pace_lr_multipliers(2.0, collapsed) == {"qk": 2.0}
+    with raises_code("invalid-ratio"):
+        pace_lr_multipliers(-1, model)
+    with raises_code("unknown-key"):
+        pace_lr_multipliers({"rate": 1}, model)
+
+
+@pytest.mark.parametrize(
+    ("pace", "steps", "ratios"),
+    [
+        ("increasing:5", 8, [1.0, 3.0, 5.0]),
+        ({"ratio": "increasing:5:steps=4"}, 8, [1.0, 5.0, 5.0]),
+        ("increasing:5", None, [1.0, 3.0, 5.0]),  # a time budget
+    ],
+)
+def test_increasing_pace_is_a_function_of_progress(pace: Any, steps: int | None, ratios: list[float]) -> None:
+    multiplier = pace_lr_multipliers(pace, small_model(), steps)["q"]
+    assert callable(multiplier)
+    assert [multiplier(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx(ratios)
+
+
+def test_scheduler_needs_a_qk_group() -> None:
+    with raises_code("no-qk-group"):
         get_qk_ratio_scheduler(torch.optim.SGD(nn.Linear(2, 2).parameters()), 2, steps=3)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from input_errors import raises_code
+from qkflow.training.distributed import DistContext
+from qkflow.training.run_dir import lock_run_dir, read_result, stop_signals, write_failure
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"status": "finis'])
+def test_damaged_result_reads_as_none(tmp_path: Path, content: bytes) -> None:
+    assert read_result(tmp_path) is None
+    assert read_result(tmp_path / "missing") is None
+    (tmp_path / "result.json").write_bytes(content)
+    assert read_result(tmp_path) is None
+
+
+def test_failure_is_read_back(tmp_path: Path) -> None:
+    write_failure(tmp_path, "the loss is not finite")
+    assert read_result(tmp_path) == {"status": "failed", "error": "the loss is not finite"}
+
+
+def test_only_the_main_process_locks_the_run_dir(tmp_path: Path) -> None:
+    main, other = (DistContext(torch.device("cpu"), "ddp", rank, 2) for rank in (0, 1))
+    with lock_run_dir(tmp_path, main):
+        with raises_code("folder-locked"), lock_run_dir(tmp_path, main):
+            pass
+        with lock_run_dir(tmp_path, other):
+            pass
+    with lock_run_dir(tmp_path, main):
+        pass
+
+
+def test_second_signal_interrupts() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signals_are_left_alone_outside_the_main_thread() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def check() -> None:
+        with stop_signals():
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers: list[object] = []
+    thread = threading.Thread(target=check)
+    thread.start()
+    thread.join()
+    assert handlers == [before]
