@@ -49,6 +49,9 @@ def test_hub_rows_give_the_same_examples(hub: HubRows) -> None:
     assert (example.label, marked_texts(example)) == ("offensive", [["bad"]])
     with raises_code("split-not-found"):
         load("squad", "hf", split="train")
+    for source in ("hf:rajpurkar/squad:mb=5", "hf:rajpurkar/squad#question"):
+        with raises_code("unsupported-hub-option"):
+            load("squad", source)
     with raises_code("hub-dataset-failed") as raised:
         load("squad", "hf:nobody/nothing")
     assert "nobody/nothing" in str(raised.value)

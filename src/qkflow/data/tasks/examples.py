@@ -153,6 +153,10 @@ def hub_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (name, row) of a split on the hub; `source` is `hf` or `hf:owner/name[@revision][:config]`."""
     spec = hf_datasets.parse_spec(source.removeprefix("hf").removeprefix(":") or default_repo_id)
+    if spec.column or spec.max_megabytes != hf_datasets.HubDatasetSpec.max_megabytes:
+        raise InputError(
+            f"{source}: a task is read whole; remove mb= and #column", code="unsupported-hub-option"
+        )
     if spec.config is None:
         spec = replace(spec, config=config)
     for number, row in enumerate(hf_datasets.iter_rows(spec, split)):
