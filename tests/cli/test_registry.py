@@ -45,6 +45,10 @@ def test_config_describes_a_section(capsys: pytest.CaptureFixture[str]) -> None:
         dispatch(["config", "dat"])
 
 
+def test_every_config_key_has_a_description() -> None:
+    assert not [row["key"] for row in registry.config_rows() if not row["description"]]
+
+
 def test_every_form_names_the_first_row(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["couplings"], ["scorings"], ["inits"], ["config", "train"]):
         for form in ([], ["--markdown"], ["--json"]):

@@ -17,32 +17,32 @@ FeedForwardKind = Literal["swiglu", "gelu"]
 class AttentionConfig:
     """Options of `Attention`, the same for every layer."""
 
-    coupling: str = "none"
-    scoring: str = "softmax"
-    circuit: str = "FAFO"
-    bias: bool = False
-    qk_norm: bool = False
-    rope: bool | dict[str, Any] = True
-    window: int | None = None
-    dropout: float = 0.0
+    coupling: str = "none"  # see qkflow couplings, e.g. leapfrog:n=7
+    scoring: str = "softmax"  # see qkflow scorings
+    circuit: str = "FAFO"  # factorized (F) or collapsed (C) QK and OV: FAFO, FACO, CAFO or CACO
+    bias: bool = False  # biases in the projections
+    qk_norm: bool = False  # RMSNorm of queries and keys per head
+    rope: bool | dict[str, Any] = True  # rotary positions, or their options (base, scaling, ...)
+    window: int | None = None  # sliding window in tokens
+    dropout: float = 0.0  # of the attention weights
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    vocab_size: int
-    n_layers: int
-    dim: int
-    n_heads: int
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
-    feed_forward: FeedForwardKind = "swiglu"
+    vocab_size: int  # default: of the tokenizer
+    n_layers: int  # transformer blocks
+    dim: int  # of the residual stream
+    n_heads: int  # query heads
+    n_kv_heads: int | None = None  # key/value heads (GQA; 1: MQA); default n_heads
+    head_dim: int | None = None  # default dim / n_heads
+    feed_forward: FeedForwardKind = "swiglu"  # default: of the preset
     hidden_dim: int | None = None  # of the feed-forward; default 4·dim
-    tie_embeddings: bool = True
-    norm_eps: float = 1e-6
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    init: str = "gpt2"
-    slow: SlowPathConfig | None = None
-    causal: bool = True  # False: an encoder
+    tie_embeddings: bool = True  # share the embedding with the output matrix
+    norm_eps: float = 1e-6  # of RMSNorm
+    attention: AttentionConfig = field(default_factory=AttentionConfig)  # options of attention, the same for every layer
+    init: str = "gpt2"  # see qkflow inits
+    slow: SlowPathConfig | None = None  # options of a slow path; null: none
+    causal: bool = True  # false: an encoder
 
     def __post_init__(self) -> None:
         if self.feed_forward not in get_args(FeedForwardKind):

@@ -136,6 +136,7 @@ def init_rows() -> list[Row]:
 
 def config_rows(section: str | None = None) -> list[Row]:
     from qkflow.models.config import AttentionConfig, ModelConfig
+    from qkflow.models.presets import PRESETS
     from qkflow.models.slow_path.config import SlowPathConfig
     from qkflow.training.config import DataConfig, TrainConfig
 
@@ -149,7 +150,11 @@ def config_rows(section: str | None = None) -> list[Row]:
     if section is not None and section not in sections:
         raise unknown("section", section, sections)
     chosen = sections if section is None else {section: sections[section]}
-    return [row for name, cls in chosen.items() for row in _field_rows(name, cls)]
+    rows = [row for name, cls in chosen.items() for row in _field_rows(name, cls)]
+    if "model" not in chosen:
+        return rows
+    preset = {"key": "model.preset", "type": " or ".join(PRESETS), "default": "tiny"}
+    return [preset | {"description": "named size: sets vocab_size, n_layers, dim, n_heads and feed_forward"}, *rows]
 
 
 def _field_rows(section: str, cls: type) -> list[Row]:
@@ -197,7 +202,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
         return list(field.default) if isinstance(field.default, tuple) else field.default
     if field.default_factory is not dataclasses.MISSING:
         return {}
-    return "required"
+    return "of the preset"
 
 
 def _print_rows(name: str, rows: Sequence[Row], json: bool, markdown: bool) -> None:
