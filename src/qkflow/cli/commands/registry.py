@@ -154,7 +154,10 @@ def config_rows(section: str | None = None) -> list[Row]:
     if "model" not in chosen:
         return rows
     preset = {"key": "model.preset", "type": " or ".join(PRESETS), "default": "tiny"}
-    return [preset | {"description": "named size: sets vocab_size, n_layers, dim, n_heads and feed_forward"}, *rows]
+    return [
+        preset | {"description": "named size: sets vocab_size, n_layers, dim, n_heads and feed_forward"},
+        *rows,
+    ]
 
 
 def _field_rows(section: str, cls: type) -> list[Row]:
