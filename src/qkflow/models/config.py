@@ -39,9 +39,7 @@ class ModelConfig:
     hidden_dim: int | None = None  # of the feed-forward; default 4·dim
     tie_embeddings: bool = True  # share the embedding with the output matrix
     norm_eps: float = 1e-6  # of RMSNorm
-    attention: AttentionConfig = field(
-        default_factory=AttentionConfig
-    )  # options of attention, the same for every layer
+    attention: AttentionConfig = field(default_factory=AttentionConfig)  # options of every layer's attention
     init: str = "gpt2"  # see qkflow inits
     slow: SlowPathConfig | None = None  # options of a slow path; null: none
     causal: bool = True  # false: an encoder
