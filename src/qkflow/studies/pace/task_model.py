@@ -1,7 +1,7 @@
 """Task model: a small transformer that predicts a class or generates an answer.
 
-The transformer is `qkflow.models.Decoder` with a padding mask; a classifier is an encoder (`causal=False`). The
-model implements the `EmbeddingClassifier` protocol of `qkflow.measures.attribution`.
+The transformer is `qkflow.models.Decoder` with a padding mask; a classifier is an encoder (`causal=False`).
+The model implements the `EmbeddingClassifier` protocol of `qkflow.measures.attribution`.
 """
 
 from __future__ import annotations
