@@ -9,6 +9,7 @@ import argparse
 import shutil
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, get_args
@@ -72,9 +73,18 @@ def main(argv: list[str] | None = None) -> int:
         "--parallel", choices=get_args(ParallelMode), help="parallel mode of the processes of torchrun"
     )
     options = parser.parse_args(argv)
-    try:
+
+    def run() -> int:
         configure_process(options.threads)
         return run_worker(options.folder, parallel=options.parallel)
+
+    return exit_code_of(options.folder, run)
+
+
+def exit_code_of(folder: Path, run: Callable[[], int]) -> int:
+    """Return the exit code of `run`. Print its error; write a failed result.json for unexpected ones."""
+    try:
+        return run()
     except InputError as error:
         print(f"qkflow: {error} [{error.code}]", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -88,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_FAILED
     except Exception as error:
         traceback.print_exc()
-        write_failure(options.folder, f"{type(error).__name__}: {error}")
+        write_failure(folder, f"{type(error).__name__}: {error}")
         return EXIT_FAILED
 
 

@@ -11,13 +11,12 @@ import torch
 from qkflow.measures.circuits import CircuitTracker
 from qkflow.studies.pace.config import PaceRunConfig, PaceStudyConfig, PaceTrainConfig
 from qkflow.studies.pace.dataset import DataLimits, TaskData, prepare_task_data, save_task_data
-from qkflow.studies.pace.optimizers import SGD, build_optimizer, optimizer_step
 from qkflow.studies.pace.recipes import PUBLISHED_RECIPES
 from qkflow.studies.pace.results import RunResult
-from qkflow.studies.pace.run import iter_batches, train_and_measure
+from qkflow.studies.pace.run import build_optimizer, iter_batches, optimizer_step, train_and_measure
 from qkflow.studies.pace.study import plan_runs
 from qkflow.studies.pace.task_model import TaskModel
-from qkflow.training.optimizer import parameter_groups
+from qkflow.training.step import NonFiniteError
 from toy_task import small_model, train_config
 
 
@@ -63,7 +62,7 @@ def test_batch_order_depends_on_the_seed_alone(agreement: TaskData) -> None:
 
 def test_sgd_matches_torch(agreement: TaskData) -> None:
     model, reference = small_model(agreement), small_model(agreement)
-    optimizer = SGD(parameter_groups(model, 1e-2, 1e-3))
+    optimizer = build_optimizer(model, train_config(optimizer="sgd", lr=1e-2, weight_decay=1e-3))
     matrices = [p for p in reference.parameters() if p.dim() >= 2]
     vectors = [p for p in reference.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 1e-3}, {"params": vectors, "weight_decay": 0.0}]
@@ -80,18 +79,18 @@ def test_sgd_matches_torch(agreement: TaskData) -> None:
 def test_ratio_raises_the_effective_pace(agreement: TaskData) -> None:
     paces = []
     for ratio in ("1", "10"):
-        model = small_model(agreement)
-        optimizer, tracker = build_optimizer(model, train_config(ratio=ratio)), CircuitTracker(model)
+        model, config = small_model(agreement), train_config(ratio=ratio)
+        optimizer, tracker = build_optimizer(model, config), CircuitTracker(model)
         for step, items in zip(range(10), iter_batches(agreement.train, 16, 0), strict=False):
-            optimizer_step(optimizer, model.loss(items), 1e-3, step, 10, 1.0)
+            optimizer_step(optimizer, model.loss(items), config, step, max_grad_norm=1.0)
         paces.append(tracker.metrics(model)["effective_pace"])
     assert paces[1] > 4 * paces[0]
 
 
 def test_nan_loss_raises(agreement: TaskData) -> None:
     optimizer = build_optimizer(small_model(agreement), train_config())
-    with pytest.raises(FloatingPointError, match="step 0"):
-        optimizer_step(optimizer, torch.tensor(torch.nan), 1e-3, 0, 10, 1.0)
+    with pytest.raises(NonFiniteError, match="step 0"):
+        optimizer_step(optimizer, torch.tensor(torch.nan), train_config(), step=0, max_grad_norm=1.0)
 
 
 def test_published_squad_run(squad_file: Path, tmp_path: Path) -> None:

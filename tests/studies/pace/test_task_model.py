@@ -6,7 +6,7 @@ import torch
 
 from qkflow.roles import parameter_roles
 from qkflow.studies.pace.dataset import TaskData
-from qkflow.studies.pace.optimizers import build_optimizer, optimizer_step
+from qkflow.studies.pace.run import build_optimizer, optimizer_step
 from qkflow.studies.pace.task_model import pad_batch
 from toy_task import small_model, train_config
 
@@ -32,9 +32,10 @@ def test_answer_model_is_causal(squad: TaskData) -> None:
 
 def test_generated_answers_match_trained_answers(squad: TaskData) -> None:
     model, examples = small_model(squad, "squad"), squad.train[:2]
-    optimizer = build_optimizer(model, train_config(steps=150))
-    for step in range(150):
-        optimizer_step(optimizer, model.loss(examples), 2e-2, step, 150, 1.0)
+    config = train_config(steps=150, lr=2e-2)
+    optimizer = build_optimizer(model, config)
+    for step in range(config.steps):
+        optimizer_step(optimizer, model.loss(examples), config, step, max_grad_norm=1.0)
     assert float(model.loss(examples).detach()) < 0.1
     answers = model.generate_answers(examples, squad.eos_token_id)
     assert answers == [item.answer_ids[:-1] for item in examples]

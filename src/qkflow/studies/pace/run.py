@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qkflow.files import write_json
 from qkflow.measures.circuits import CircuitTracker
-from qkflow.studies.pace.config import PaceRunConfig
+from qkflow.roles import QK_ROLES, freeze_roles, parameter_roles
+from qkflow.studies.pace.config import PaceRunConfig, PaceTrainConfig
 from qkflow.studies.pace.dataset import EncodedExample, TaskData, load_task_data
 from qkflow.studies.pace.evaluation import evaluate, quick_eval
-from qkflow.studies.pace.optimizers import build_optimizer, optimizer_step
 from qkflow.studies.pace.results import RunResult
 from qkflow.studies.pace.task_model import TaskModel, build_task_model
 from qkflow.system import collect_env
 from qkflow.training.metrics_log import MetricsLog
+from qkflow.training.optimizer import SGD, AdamW, LRMultiplier, Optimizer, clip_grad_norm, parameter_groups
+from qkflow.training.pace import parse_ratio_schedule
+from qkflow.training.run_dir import RESULT_FILE
+from qkflow.training.schedule import warmup_cosine_factor
+from qkflow.training.step import NonFiniteError
 
+SGD_MOMENTUM = 0.99  # of the published setting
+WARMUP_FRACTION = 0.1
 N_QUICK_EVALS = 10  # per run
 QUICK_EVAL_EXAMPLES = 200
 LENGTH_BUCKET_BATCHES = 32  # batches whose examples are sorted by length together
@@ -44,7 +53,7 @@ def train_and_measure(folder: Path, config: PaceRunConfig) -> RunResult:
         measure_seconds=time.perf_counter() - trained,
         environment=collect_env(torch.device("cpu")),
     )
-    write_json(folder / "result.json", result.to_dict())
+    write_json(folder / RESULT_FILE, result.to_dict())
     return result
 
 
@@ -58,7 +67,7 @@ def _train(model: TaskModel, data: TaskData, config: PaceRunConfig, log: Metrics
     last_eval = time.perf_counter()
     for step in range(1, train.steps + 1):
         loss = model.loss(next(batches))
-        optimizer_step(optimizer, loss, train.lr, step - 1, train.steps, config.recipe.clip)
+        optimizer_step(optimizer, loss, train, step - 1, config.recipe.clip)
         losses.append(float(loss.detach()))
         if step % eval_every == 0 or step == train.steps:
             tokens_per_step = train.batch_size * config.seq_len
@@ -68,6 +77,40 @@ def _train(model: TaskModel, data: TaskData, config: PaceRunConfig, log: Metrics
             log.write({"kind": "train", **row, "loss": float(np.mean(losses)), "tokens_per_second": speed})
             log.write({"kind": "eval", **row, **quick_eval(model, eval_examples), **tracker.metrics(model)})
             losses, last_eval = [], time.perf_counter()
+
+
+def build_optimizer(model: TaskModel, config: PaceTrainConfig) -> Optimizer:
+    """Build the optimizer of a run. The learning rate of the query-key roles follows the ratio schedule."""
+    schedule = parse_ratio_schedule(config.ratio, config.steps)
+    scaled_roles = (*QK_ROLES, "embed") if config.scale_embed_lr else QK_ROLES
+
+    def scaled(progress: float) -> float:
+        return config.other_lr_scale * schedule(round(progress * config.steps))
+
+    multipliers: dict[str, LRMultiplier] = {
+        role: scaled if role in scaled_roles else config.other_lr_scale
+        for role in parameter_roles(model).values()
+    }
+    if config.freeze:
+        freeze_roles(model, config.freeze)
+    groups = parameter_groups(model, config.lr, config.weight_decay, multipliers)
+    return SGD(groups, momentum=SGD_MOMENTUM) if config.optimizer == "sgd" else AdamW(groups)
+
+
+def optimizer_step(
+    optimizer: Optimizer, loss: Tensor, config: PaceTrainConfig, step: int, max_grad_norm: float
+) -> None:
+    """Take step number `step` (from 0). Raise NonFiniteError if the loss is NaN or infinite."""
+    if not math.isfinite(float(loss.detach())):
+        raise NonFiniteError(f"the loss is not finite at step {step}: lower --lr")
+    optimizer.zero_grad()
+    loss.backward()
+    if max_grad_norm:
+        clip_grad_norm(optimizer.gradients(), max_grad_norm)
+    warmup_steps = max(1, round(WARMUP_FRACTION * config.steps))
+    factor = warmup_cosine_factor(step, config.steps, warmup_steps)
+    optimizer.set_lr(config.lr * factor, step / config.steps)
+    optimizer.step()
 
 
 def iter_batches(
