@@ -1,13 +1,12 @@
-"""What a slow path costs: a training step, decoding, and the memory of its attention.
+"""Cost of a slow path: training step, decoding, and memory of its attention.
 
     python benchmarks/timescale.py
     python benchmarks/timescale.py --quick
-    python benchmarks/timescale.py --layers 8 --batch 8 --rounds 15 --threads 1 --json
+    python benchmarks/timescale.py --n-layers 8 --batch-size 8 --rounds 15 --threads 1 --json
 
-The model with a slow path takes turns with the model without one and with `dense-matched` (the same compute
-spent at token rate), call by call in one process. Ratios are medians over rounds with 95% intervals. The FLOP
-ratio is what arithmetic alone would cost. Nothing is timed unless decoding with the slow path equals its full
-pass.
+The model with a slow path is timed against the model without one and against `dense-matched` (the same FLOPs
+at token rate), with interleaved calls in one process. Ratios are medians over rounds with 95% intervals.
+Timing starts only if incremental decoding with the slow path equals its full forward.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from qkflow.models.cost import flops_per_token
 from qkflow.models.cpu_decoder import PackedWeights
 from qkflow.studies.slow_path_variants import slow_path_variant
 
-LENGTHS = (512, 1024, 2048, 4096)  # of which attention memory is measured
+MEMORY_SEQ_LENS = (512, 1024, 2048, 4096)
 CPU = torch.device("cpu")
 
 
 def main(
-    width: int = 512,
-    heads: int = 8,
-    layers: int = 4,
-    vocabulary: int = 8_192,
-    batch: int = 8,
-    length: int = 512,
+    dim: int = 512,
+    n_heads: int = 8,
+    n_layers: int = 4,
+    vocab_size: int = 8_192,
+    batch_size: int = 8,
+    seq_len: int = 512,
     ratio: int = 8,
     tokens: int = 8,
     rounds: int | None = None,
@@ -59,72 +58,72 @@ def main(
     """Time a slow path of half as many layers against the fast path alone and against dense-matched.
 
     Args:
-        width: Width of the residual stream.
-        heads: Attention heads.
-        layers: Fast layers; the slow path has half as many.
-        vocabulary: Tokens the model knows.
-        batch: Sequences a training step.
-        length: Tokens a sequence, and of the prompt that is decoded from.
-        ratio: P, the tokens a block.
-        tokens: Tokens decoded a call; a multiple of P, so that every call completes as many blocks.
-        rounds: Paired timings a row; 9 unless given, 5 with --quick; in decoding eight times as many.
-        threads: CPU threads; PyTorch's own choice by default.
-        quick: A small shape and few rounds: a first look.
+        dim: Model dimension.
+        n_heads: Attention heads.
+        n_layers: Fast layers; the slow path has half as many.
+        vocab_size: Vocabulary size.
+        batch_size: Sequences per training step.
+        seq_len: Tokens per sequence, and of the prompt for decoding.
+        ratio: P, the tokens per block.
+        tokens: Tokens decoded per call; a multiple of P, so that every call completes equally many blocks.
+        rounds: Paired timings per row (default 9, with --quick 5); decoding takes eight times as many.
+        threads: CPU threads (default: PyTorch's choice).
+        quick: Use a small shape and few rounds.
         json: Print one JSON object instead of tables.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     if quick:
-        width, heads, batch = 256, 4, 2
+        dim, n_heads, batch_size = 256, 4, 2
     rounds = rounds or (5 if quick else 9)
-    base = ModelConfig(vocab_size=vocabulary, n_layers=layers, dim=width, n_heads=heads)
+    base = ModelConfig(vocab_size=vocab_size, n_layers=n_layers, dim=dim, n_heads=n_heads)
     shape = BenchShape(
-        dim=width,
-        n_heads=heads,
-        seq_len=length,
-        batch_size=batch,
-        vocab_size=vocabulary,
-        decode_vocab_size=vocabulary,
+        dim=dim,
+        n_heads=n_heads,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        vocab_size=vocab_size,
+        decode_vocab_size=vocab_size,
         decode_tokens=tokens,
     )
     configs = {
         "fast": base,
-        "slow": changed(base, f"slow:ratio={ratio}", length),
-        "dense": changed(base, f"dense-matched:ratio={ratio}", length),
+        "slow": variant_config(base, f"slow:ratio={ratio}", seq_len),
+        "dense": variant_config(base, f"dense-matched:ratio={ratio}", seq_len),
     }
     verify(configs["slow"])
     result: dict[str, Any] = {
         "environment": {"torch": torch.__version__, "threads": torch.get_num_threads(), "rounds": rounds},
         "model": {
-            "layers": layers,
-            "slow_layers": layers // 2 or 1,
+            "n_layers": n_layers,
+            "n_slow_layers": n_layers // 2 or 1,
             "ratio": ratio,
-            "width": width,
-            "vocabulary": vocabulary,
-            "batch": batch,
-            "length": length,
+            "dim": dim,
+            "vocab_size": vocab_size,
+            "batch_size": batch_size,
+            "seq_len": seq_len,
         },
         "dense_matched": {
-            "layers": configs["dense"].n_layers,
-            "hidden": configs["dense"].resolved_hidden_dim,
+            "n_layers": configs["dense"].n_layers,
+            "hidden_dim": configs["dense"].resolved_hidden_dim,
         },
         "rows": measure(configs, shape, rounds),
         "memory": attention_memory(configs["slow"]),
     }
-    result["memory_law"] = quadratic([(row["blocks"], row["held"]) for row in result["memory"]])
+    result["memory_fit"] = fit_quadratic([(row["blocks"], row["materialized"]) for row in result["memory"]])
     if json:
         emit_json(result)
     else:
         show(result)
 
 
-def changed(base: ModelConfig, name: str, length: int) -> ModelConfig:
-    return ModelConfig.from_dict({**base.to_dict(), **slow_path_variant(name, base, length).model})
+def variant_config(base: ModelConfig, name: str, seq_len: int) -> ModelConfig:
+    return ModelConfig.from_dict({**base.to_dict(), **slow_path_variant(name, base, seq_len).model})
 
 
 @torch.no_grad()
 def verify(config: ModelConfig) -> None:
-    """Decoding token by token with the gate open must give what the full pass gives."""
+    """Raise unless token-by-token decoding with an open gate equals the full forward."""
     model = Decoder(config, seed=0).eval()
     assert model.slow is not None
     for gate in model.slow.gates.values():
@@ -135,19 +134,20 @@ def verify(config: ModelConfig) -> None:
     error = float((steps - model(ids)).abs().max())
     if not error < 1e-3:
         raise InputError(
-            f"decoding differs from the full pass by {error:.1e}: nothing is timed until it is correct"
+            f"decoding differs from the full forward by {error:.1e}: fix it before timing",
+            code="decoding-mismatch",
         )
 
 
 def measure(configs: dict[str, ModelConfig], shape: BenchShape, rounds: int) -> list[dict[str, Any]]:
-    """A training step against both rivals, and decoding against the fast path alone."""
+    """Time a training step against both baselines, and decoding against the fast path."""
 
-    def trained(name: str) -> TimedFn:
+    def training_step(name: str) -> TimedFn:
         return make_training_step(Decoder(configs[name], seed=0), "model", shape, CPU, torch.float32)
 
     layouts, fast = PackedWeights(), Decoder(configs["fast"], seed=0)
 
-    def decoded(name: str) -> TimedFn:
+    def decode_step(name: str) -> TimedFn:
         model = fast if name == "fast" else Decoder(configs[name], seed=0)
         share_equal_weights(model, fast)
         return make_decode_step(model, shape, CPU, layouts)
@@ -155,16 +155,16 @@ def measure(configs: dict[str, ModelConfig], shape: BenchShape, rounds: int) -> 
     flops = {name: flops_per_token(config, shape.seq_len) for name, config in configs.items()}
     rows = []
     for against in ("fast", "dense"):
-        timed = race("training step", against, trained, rounds)
-        arithmetic = flops["slow"] / flops[against]
-        beyond = timed["ratio"] / arithmetic - 1
-        rows.append({"what": "training step", **timed, "flop_ratio": arithmetic, "beyond_flops": beyond})
-    timed = race("decoding", "fast", decoded, rounds * ROUND_MULTIPLIER["decode"])
+        timed = time_slow("training step", against, training_step, rounds)
+        flop_ratio = flops["slow"] / flops[against]
+        overhead = timed["ratio"] / flop_ratio - 1
+        rows.append({"what": "training step", **timed, "flop_ratio": flop_ratio, "beyond_flops": overhead})
+    timed = time_slow("decoding", "fast", decode_step, rounds * ROUND_MULTIPLIER["decode"])
     speed = {"speed": 1 / timed["ratio"], "tokens_per_second": shape.decode_tokens / timed["seconds"]}
     return [*rows, {"what": "decoding", **timed, **speed}]
 
 
-def race(what: str, against: str, prepare: Callable[[str], TimedFn], rounds: int) -> dict[str, Any]:
+def time_slow(what: str, against: str, prepare: Callable[[str], TimedFn], rounds: int) -> dict[str, Any]:
     with progress_bar() as bar:
         task = bar.add_task(f"{what}: slow against {against}", total=rounds)
         calls = {"slow": prepare("slow")}
@@ -173,28 +173,29 @@ def race(what: str, against: str, prepare: Callable[[str], TimedFn], rounds: int
 
 
 def attention_memory(config: ModelConfig) -> list[dict[str, float]]:
-    """Peak bytes of one slow layer's scoring: with all scores held, and through the fused kernel."""
+    """Return peak bytes of one slow layer's scoring: with materialized scores, and with the fused kernel."""
     assert config.slow is not None
     layer: Attention = Decoder(config, seed=0).slow.blocks[0].attention  # type: ignore[union-attr, assignment]
     rows: list[dict[str, float]] = []
-    for length in LENGTHS:
+    for length in MEMORY_SEQ_LENS:
         blocks = length // config.slow.ratio
-        held, fused = scoring_bytes(layer, blocks)
-        row = {"tokens": length, "blocks": blocks, "held": held, "fused": fused, "per_pair": held / blocks**2}
+        materialized, fused = scoring_bytes(layer, blocks)
+        row = {"tokens": length, "blocks": blocks, "materialized": materialized, "fused": fused}
+        row["per_pair"] = materialized / blocks**2
         if rows:
-            row["held_exponent"] = math.log2(held / rows[-1]["held"])
+            row["materialized_exponent"] = math.log2(materialized / rows[-1]["materialized"])
             row["fused_exponent"] = math.log2(fused / rows[-1]["fused"])
         rows.append(row)
     return rows
 
 
-def quadratic(points: list[tuple[float, float]]) -> dict[str, float]:
-    """Bytes as a·K² + b·K of K blocks, and how far the worst point lies off it."""
-    blocks, held = torch.tensor(points, dtype=torch.float64).T
-    terms = torch.stack([blocks**2, blocks], 1) / held[:, None]  # every point counts alike
+def fit_quadratic(points: list[tuple[float, float]]) -> dict[str, float]:
+    """Fit bytes = a·K² + b·K for K blocks; return a, b and the largest relative error."""
+    blocks, size = torch.tensor(points, dtype=torch.float64).T
+    terms = torch.stack([blocks**2, blocks], 1) / size[:, None]  # least squares of relative errors
     pair, single = torch.linalg.lstsq(terms, torch.ones(len(points), 1, dtype=torch.float64)).solution[:, 0]
-    misfit = ((pair * blocks**2 + single * blocks) / held - 1).abs().max()
-    return {"per_pair_of_blocks": float(pair), "per_block": float(single), "misfit": float(misfit)}
+    max_error = ((pair * blocks**2 + single * blocks) / size - 1).abs().max()
+    return {"per_pair_of_blocks": float(pair), "per_block": float(single), "max_error": float(max_error)}
 
 
 @torch.no_grad()
@@ -208,13 +209,13 @@ def scoring_bytes(layer: Attention, blocks: int) -> tuple[int, int]:
         "scale": layer.scale,
         "x": torch.randn(1, blocks, layer.dim),
     }
-    held = peak_memory_bytes(lambda: layer.scoring.reference(q, k, v, **options), CPU)
-    return held, peak_memory_bytes(lambda: layer.scoring(q, k, v, dropout=0.0, **options), CPU)
+    materialized = peak_memory_bytes(lambda: layer.scoring.reference(q, k, v, **options), CPU)
+    return materialized, peak_memory_bytes(lambda: layer.scoring(q, k, v, dropout=0.0, **options), CPU)
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="time with a slow path, beside what its FLOPs alone would cost", title_justify="left")
-    for heading in ("", "against", "time", "95%", "FLOPs", "beyond", "tokens/s"):
+    table = Table(title="time with a slow path, and its FLOP ratio", title_justify="left")
+    for heading in ("", "against", "time", "95%", "FLOPs", "overhead", "tokens/s"):
         table.add_column(heading, no_wrap=True)
     for row in result["rows"]:
         training = row["what"] == "training step"
@@ -229,24 +230,24 @@ def show(result: dict[str, Any]) -> None:
         )
     out.print(table)
     table = Table(title="memory of one slow layer's scoring, MiB", title_justify="left")
-    for heading in ("T", "T/P", "all scores held", "bytes/(T/P)²", "grows as", "fused", "grows as"):
+    for heading in ("T", "T/P", "materialized", "bytes/(T/P)²", "grows as", "fused", "grows as"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["memory"]:
-        held, fused = (row.get(f"{name}_exponent") for name in ("held", "fused"))
+        materialized, fused = (row.get(f"{name}_exponent") for name in ("materialized", "fused"))
         table.add_row(
             str(row["tokens"]),
             str(row["blocks"]),
-            f"{row['held'] / 2**20:.2f}",
+            f"{row['materialized'] / 2**20:.2f}",
             f"{row['per_pair']:.1f}",
-            f"T^{held:.2f}" if held else "",
+            f"T^{materialized:.2f}" if materialized else "",
             f"{row['fused'] / 2**20:.2f}",
             f"T^{fused:.2f}" if fused else "",
         )
     out.print(table)
-    law = result["memory_law"]
+    fit = result["memory_fit"]
     out.print(
-        f"scores held: {law['per_pair_of_blocks']:.1f} bytes × (T/P)² + {law['per_block']:.0f} bytes × T/P"
-        f", within {law['misfit']:.1%}"
+        f"materialized scores: {fit['per_pair_of_blocks']:.1f} bytes × (T/P)² + "
+        f"{fit['per_block']:.0f} bytes × T/P, within {fit['max_error']:.1%}"
     )
     for name in ("model", "dense_matched", "environment"):
         out.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in result[name].items()))

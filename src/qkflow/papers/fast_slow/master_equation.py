@@ -228,9 +228,9 @@ def _check_entries(W: Tensor, rounding: float) -> None:
             code="negative-rate",
         )
     scale = flat.abs().amax((-2, -1))
-    wrong = (flat.sum(-2).abs() > tolerance * scale[:, None]).nonzero()
-    if len(wrong):
-        b, j = wrong[0].tolist()
+    nonzero = (flat.sum(-2).abs() > tolerance * scale[:, None]).nonzero()
+    if len(nonzero):
+        b, j = nonzero[0].tolist()
         rows_sum_to_zero = bool((flat[b].sum(-1).abs() <= tolerance * scale[b]).all())
         advice = (
             "its rows do, so transpose it (entry i,j is the rate from j to i)"

@@ -17,6 +17,7 @@ from qkflow.measures.faithfulness import (
     Text,
     measure_faithfulness,
 )
+from qkflow.measures.heatmap import attention_heatmap
 from qkflow.studies.pace.dataset import EncodedExample, TaskData
 from qkflow.studies.pace.recipes import Recipe
 from qkflow.studies.pace.results import ATTRIBUTION_METHODS
@@ -24,7 +25,6 @@ from qkflow.studies.pace.squad_f1 import squad_f1
 from qkflow.studies.pace.task_model import TaskModel, pad_batch
 
 EVAL_BATCH_SIZE = 50
-HEATMAP_BINS = 5
 
 
 def target_id(example: EncodedExample) -> int:
@@ -87,7 +87,9 @@ def evaluate(model: TaskModel, data: TaskData, recipe: Recipe, as_published: boo
         "without_rationale": sum(not example.has_rationale for example in examples),
         "measured": len(examples),
         "faithfulness": summaries,
-        "heatmap": None if label_probs is None else heatmap(faithfulness["attention"].mass, label_probs),
+        "heatmap": None
+        if label_probs is None
+        else attention_heatmap(faithfulness["attention"].mass, label_probs).tolist(),
         "circuits": {name: float(np.mean(values)) for name, values in circuit_metrics(model).items()},
     }
 
@@ -128,17 +130,3 @@ def label_probabilities(model: TaskModel, examples: Sequence[EncodedExample]) ->
         targets = torch.tensor([target_id(example) for example in batch])
         probabilities += model.probabilities(ids, mask).gather(1, targets[:, None])[:, 0].tolist()
     return np.array(probabilities)
-
-
-def heatmap(mass: np.ndarray, label_probs: np.ndarray) -> list[list[float]]:
-    """Return the share (%) of examples by attention mass (rows) and probability of the true label (columns).
-
-    Bins of equal size over [0, 1]; examples without a rationale (NaN mass) are left out.
-    """
-    known = ~np.isnan(mass)
-    bounds = ((0, 1), (0, 1))
-    counts, _, _ = np.histogram2d(
-        np.clip(mass[known], 0, 1), np.clip(label_probs[known], 0, 1), bins=HEATMAP_BINS, range=bounds
-    )
-    shares: list[list[float]] = (100 * counts / max(1, known.sum())).tolist()
-    return shares
