@@ -1,14 +1,14 @@
-"""What an attached coupling costs a `transformers` model, in training and in generation.
+"""Cost of an attached coupling in a `transformers` model: training, generation and one cached token.
 
     python benchmarks/attach.py --batch 2 --threads 2      # docs/huggingface.md
     python benchmarks/attach.py --couplings drift --rounds 9 --json
 
-A fresh Llama shape (width 512, 8 heads, 4 key/value heads) and copies of it with couplings attached take
-turns in one process (`qkflow.bench.timing`). All have the very same weights, since where in memory weights
-happen to lie can count for more than a coupling. Every number is time relative to the unattached model: 1.02
-is 2% slower, with a 95% interval. Training moves the couplings away from their start, and one that starts as
-the identity costs more from then on, so generation is measured as attached and once more with all added
-weights moved; likewise a single token, over and over, which is most of generation and easiest to tell apart.
+A Llama (dim 512, 8 heads, 4 key/value heads) and copies of it with couplings are timed interleaved in one
+process (`qkflow.bench.timing`) and share the memory of equal weights, because the memory location of weights
+can matter more than a coupling. Every number is time relative to the model without a coupling, with a 95%
+interval: 1.02 is 2% slower. The couplings' weights are perturbed, as after training. Inference is timed with
+the regular forward and after `hf.prepare_for_inference`; then also at init, where `affine`
+is the identity.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from qkflow.bench.variants import share_equal_weights
 Job = Callable[[], object]
 
 
-def llama(layers: int, vocabulary: int) -> LlamaForCausalLM:
+def llama(n_layers: int, vocab_size: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=512,
         num_attention_heads=8,
         num_key_value_heads=4,
-        num_hidden_layers=layers,
+        num_hidden_layers=n_layers,
         intermediate_size=2048,
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         tie_word_embeddings=True,
         pad_token_id=0,
         eos_token_id=None,
@@ -47,29 +47,33 @@ def llama(layers: int, vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def copy_of(model: Any, plain: nn.Module) -> Any:
-    """A copy of the model, in the memory of the plain one's weights where they are equal."""
+def copy_of(model: Any, base: nn.Module) -> Any:
+    """Copy a model; weights equal to those of `base` share its memory."""
     model = copy.deepcopy(model)
-    share_equal_weights(model, plain)
+    share_equal_weights(model, base)
     return model
 
 
 @torch.no_grad()
-def moved(model: Any) -> Any:
-    """The model, its couplings away from their start, where training takes them."""
+def perturbed(model: Any) -> Any:
+    """Add noise to the weights of the couplings, in place."""
     for _, layer in hf.named_coupled_layers(model):
         for parameter in layer.coupling.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     return model
 
 
-def training(model: Any, batch: int, length: int) -> Job:
-    """One step: forward, backward, AdamW."""
+def prepared(model: Any) -> Any:
+    return hf.prepare_for_inference(model.eval())
+
+
+def training_step(model: Any, batch: int, length: int) -> Job:
+    """Return one training step: forward, backward, AdamW."""
     ids = torch.randint(1, model.config.vocab_size, (batch, length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model.train()
 
     def step() -> None:
-        model.train()
         optimizer.zero_grad()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
@@ -78,34 +82,31 @@ def training(model: Any, batch: int, length: int) -> Job:
 
 
 def generation(model: Any, prompts: int, tokens: int) -> Job:
-    """`tokens` new tokens a prompt, greedily, with the default cache."""
+    """Return greedy generation of `tokens` tokens per prompt with the default cache."""
     ids = torch.randint(1, model.config.vocab_size, (prompts, 16))
     mask = torch.ones_like(ids)
 
-    def run() -> object:
-        model.eval()
+    def generate() -> object:
         return model.generate(
             ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens
         )
 
-    return run
+    return generate
 
 
-def writing(model: Any) -> Job:
-    """One token in the midst of a text: what `generate` does again and again, in turns short enough to tell
-    small differences from the machine's moods."""
-    model.eval()
+def cached_token(model: Any) -> Job:
+    """Return the forward pass of one token after 16 cached ones: the inner loop of `generate`."""
     cache = DynamicCache(config=model.config)
     text, token = torch.randint(1, model.config.vocab_size, (1, 17)).split((16, 1), dim=1)
     with torch.no_grad():
         model(input_ids=text, past_key_values=cache, use_cache=True)
 
     @torch.no_grad()
-    def run() -> None:
+    def forward() -> None:
         model(input_ids=token, past_key_values=cache, use_cache=True)
         cache.crop(-1)
 
-    return run
+    return forward
 
 
 def main(
@@ -122,34 +123,39 @@ def main(
 ) -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    plain: Any = llama(layers, vocabulary)
-    coupled = {name: hf.attach(copy_of(plain, plain), name, seed=0) for name in couplings.split(",")}
-    later = {name: moved(copy_of(model, plain)) for name, model in coupled.items()}
-    turns = 4 * rounds  # of generation, whose calls are shorter
-    works: dict[str, tuple[dict[str, Any], int, Callable[[Any], Job]]] = {
-        f"training step, {batch}×{length} tokens": (
-            later, rounds, lambda model: training(model, batch, length)
-        )
-    }  # fmt: skip
-    for count in map(int, prompts.split(",")):
-        for state, models in (("as attached", coupled), ("moved", later)):
+    base: Any = llama(layers, vocabulary).eval()
+    at_init = {name: hf.attach(copy_of(base, base), name, seed=0) for name in couplings.split(",")}
+    trained = {name: perturbed(copy_of(model, base)) for name, model in at_init.items()}
+    inference = {
+        "regular": trained,
+        "prepared": {name: prepared(copy_of(model, base)) for name, model in trained.items()},
+        "prepared, at init": {name: prepared(model) for name, model in at_init.items()},
+    }
+    timings: dict[str, tuple[dict[str, Any], int, Callable[[Any], Job]]] = {}
+    for state, models in inference.items():
+        for count in map(int, prompts.split(",")):
             name = f"generate, {count} prompt{'s' if count > 1 else ''}, {state}"
-            works[name] = (models, turns, lambda model, count=count: generation(model, count, new_tokens))
-    for state, models in (("as attached", coupled), ("moved", later)):
-        works[f"one token in the midst of a text, {state}"] = models, 20 * rounds, writing
+            timings[name] = (
+                models, 4 * rounds, lambda model, count=count: generation(model, count, new_tokens)
+            )  # fmt: skip
+        timings[f"one cached token, {state}"] = models, 20 * rounds, cached_token
+    # last: training changes the weights
+    timings[f"training step, {batch}×{length} tokens"] = (
+        trained, rounds, lambda model: training_step(model, batch, length)
+    )  # fmt: skip
     result: dict[str, Any] = {}
     with console.progress_bar() as bar:
-        task = bar.add_task("interleaving", total=sum(times for _, times, _ in works.values()))
-        for name, (models, times, make) in works.items():
+        task = bar.add_task("interleaving", total=sum(times for _, times, _ in timings.values()))
+        for name, (models, times, make) in timings.items():
             jobs = {coupling: make(model) for coupling, model in models.items()}
-            found = time_interleaved(make(plain), jobs, rounds=times, on_round=lambda: bar.advance(task))
-            result[name] = {coupling: dataclasses.asdict(ratio) for coupling, ratio in found.items()}
+            ratios = time_interleaved(make(base), jobs, rounds=times, on_round=lambda: bar.advance(task))
+            result[name] = {coupling: dataclasses.asdict(ratio) for coupling, ratio in ratios.items()}
     if json:
         console.emit_json(result)
         return
-    for name, found in result.items():
-        print(f"{name}: time relative to the unattached model")
-        for coupling, ratio in found.items():
+    for name, ratios in result.items():
+        print(f"{name}: time relative to the model without a coupling")
+        for coupling, ratio in ratios.items():
             print(f"  {coupling:<12} {ratio['ratio']:.3f}  [{ratio['low']:.3f}, {ratio['high']:.3f}]")
 
 

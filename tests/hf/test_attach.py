@@ -160,7 +160,7 @@ def test_bad_input_is_refused() -> None:
     model = hf.attach(tiny("llama"), "affine")
     with raises_code("already-coupled"):
         hf.attach(model, "drift")
-    with raises_code("coupling-not-linear"):
+    with raises_code("merge-not-linear"):
         hf.merge(model)
     with raises_code("no-coupling"):
         hf.merge(tiny("llama"))

@@ -13,7 +13,6 @@ from families import output, tiny, token_ids
 from input_errors import raises_code
 from qkflow import hf
 from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, train_bpe
-from qkflow.errors import InputError
 from qkflow.hf.pretrained import to_fast_tokenizer
 from qkflow.models import Decoder, ModelConfig
 from qkflow.training import pretrained
@@ -74,6 +73,8 @@ def test_unsupported_conversions_are_refused() -> None:
         hf.to_llama(decoder({"coupling": "euler", "qk_norm": True}, feed_forward="gelu"))
     with raises_code("not-a-llama"):
         hf.to_llama(decoder(slow={"ratio": 4}))
+    with raises_code("not-a-llama"):
+        hf.to_llama(decoder(causal=False))
     with raises_code("not-a-llama"):
         hf.to_llama(decoder({"scoring": "differential"}))
     with raises_code("unsupported-architecture"):
@@ -172,7 +173,7 @@ def test_export_without_seq_len(tmp_path: Path) -> None:
     assert hf.export_model(tmp_path / "run", tmp_path / "out").config.max_position_embeddings == 2048
     described["seq_len"] = "long"
     (tmp_path / "run" / "model" / "config.json").write_text(json.dumps(described))
-    with pytest.raises(InputError, match="seq_len"):
+    with raises_code("corrupt-model"):
         hf.export_model(tmp_path / "run", tmp_path / "again")
 
 

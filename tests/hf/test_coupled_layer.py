@@ -1,4 +1,4 @@
-"""Coupled layers in generation: every KV cache, changed weights, hooks."""
+"""Coupled layers in generation: KV caches, changed weights, hooks, preparation for inference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from families import disturb, output, tiny, token_ids
+from families import FAMILIES, disturb, output, tiny, token_ids
 from qkflow import hf
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
@@ -164,3 +164,121 @@ def test_attach_in_inference_mode(coupling: str) -> None:
     with torch.inference_mode():
         model = hf.attach(tiny("llama"), coupling, seed=0)
         assert torch.equal(model.generate(token_ids(), **GREEDY), expected)
+
+
+def prepared_layers(model: Any) -> list[Any]:
+    coupled = [layer for _, layer in hf.named_coupled_layers(model)]
+    return [layer for layer in coupled if layer.prepared_qk is not None or layer.skips_identity]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "opt", "bert", "t5_encoder"])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_prepared_model_matches_regular(coupling: str, family: str) -> None:
+    model = hf.attach(tiny(family), coupling, seed=0)
+    disturb(model)
+    expected = output(model, token_ids())
+    hf.prepare_for_inference(model)
+    assert len(prepared_layers(model)) == 2
+    torch.testing.assert_close(output(model, token_ids()), expected, rtol=1e-4, atol=1e-5)
+    hf.detach(model)
+    assert torch.equal(output(model, token_ids()), output(tiny(family), token_ids()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prepared_identity_is_bit_identical(family: str) -> None:
+    model = tiny(family)
+    expected = output(model, token_ids())
+    hf.prepare_for_inference(hf.attach(model, "affine", seed=0))
+    assert len(prepared_layers(model)) == 2
+    assert torch.equal(output(model, token_ids()), expected)
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_prepared_model_generates_the_same_tokens(coupling: str) -> None:
+    model = hf.attach(tiny("llama"), coupling, seed=0)
+    disturb(model, 0.5)
+    expected = model.generate(token_ids(2, 5), **GREEDY)
+    hf.prepare_for_inference(model)
+    for cache in ("dynamic", "static"):
+        assert torch.equal(model.generate(token_ids(2, 5), cache_implementation=cache, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("coupling", ["affine", "euler"])
+@pytest.mark.parametrize(
+    "undo",
+    [
+        lambda model: model.train().eval(),
+        lambda model: model.to(torch.float64).to(torch.float32),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: setattr(model, "copied", copy.deepcopy(model)),
+    ],
+    ids=["train", "to", "load_state_dict", "deepcopy"],
+)
+def test_preparation_is_undone(undo: Callable[[Any], object], coupling: str) -> None:
+    model = hf.prepare_for_inference(hf.attach(tiny("llama"), coupling, seed=0))
+    assert prepared_layers(model)
+    undo(model)
+    model = getattr(model, "copied", model)
+    assert not prepared_layers(model)
+    disturb(model)
+    assert torch.equal(output(model, token_ids()), output(fresh(model, coupling), token_ids()))
+
+
+@pytest.mark.parametrize("coupling", ["affine", "drift", "euler"])
+def test_prepared_model_has_gradients(coupling: str) -> None:
+    gradients = []
+    for prepare in (False, True):
+        model = hf.attach(tiny("llama"), coupling, seed=0)
+        if prepare:
+            hf.prepare_for_inference(model)
+        model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+        gradients.append([p.grad for _, layer in hf.named_coupled_layers(model) for p in layer.parameters()])
+    assert all(gradient is not None for gradient in gradients[1])
+    torch.testing.assert_close(*gradients)
+
+
+def add_hook(model: Any) -> None:
+    for _, layer in hf.named_coupled_layers(model):
+        layer.k_proj.register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+def add_lora(model: Any) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], init_lora_weights=False), model)
+
+
+def lower_coupling_precision(model: Any) -> None:
+    for _, layer in hf.named_coupled_layers(model):
+        layer.coupling.bfloat16()
+
+
+@pytest.mark.parametrize("change", [add_hook, add_lora, lower_coupling_precision])
+def test_layers_with_changed_projections_are_not_prepared(change: Callable[[Any], None]) -> None:
+    model = hf.attach(tiny("llama"), "euler", seed=0)
+    change(model)
+    model.eval()
+    expected = output(model, token_ids())
+    hf.prepare_for_inference(model)
+    assert not prepared_layers(model)
+    assert torch.equal(output(model, token_ids()), expected)
+
+
+def test_hooked_value_projection_runs_in_prepared_layer() -> None:
+    model = hf.attach(tiny("llama"), "euler", seed=0)
+    for _, layer in hf.named_coupled_layers(model):
+        layer.v_proj.register_forward_hook(lambda module, args, out: out * 1.5)
+    expected = output(model, token_ids())
+    hf.prepare_for_inference(model)
+    assert len(prepared_layers(model)) == 2
+    torch.testing.assert_close(output(model, token_ids()), expected)
+
+
+def test_prepare_qkflow_model() -> None:
+    config = hf.QKFlowConfig(vocab_size=96, n_layers=2, dim=32, n_heads=4, attention={"coupling": "euler"})
+    model = hf.QKFlowForCausalLM(config).eval()
+    expected = output(model, token_ids())
+    hf.prepare_for_inference(model)
+    assert all(block.attention.is_prepared for block in model.model.decoder.blocks)
+    torch.testing.assert_close(output(model, token_ids()), expected)

@@ -102,7 +102,7 @@ def test_attach_to_offloaded_model(family: str) -> None:
     cpu_offload(model, execution_device="cpu")
     hf.attach(model, "drift:step=0.7")
     torch.testing.assert_close(output(model, token_ids()), expected)
-    with raises_code("offloaded-weights"):
+    with raises_code("weights-offloaded"):
         hf.merge(model)
 
 
@@ -116,7 +116,7 @@ def test_offload_coupled_model(coupling: str) -> None:
     torch.testing.assert_close(output(model, token_ids()), expected)
     alone = hf.attach(tiny("llama"), coupling, seed=0)
     cpu_offload(alone, execution_device="cpu")
-    with raises_code("offloaded-weights"):
+    with raises_code("weights-offloaded"):
         output(alone, token_ids())
 
 

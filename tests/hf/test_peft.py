@@ -22,7 +22,6 @@ from families import disturb, output, tiny, token_ids
 from input_errors import raises_code
 from qkflow import hf
 from qkflow.attention import merge
-from qkflow.errors import InputError
 from qkflow.models import Decoder, preset
 
 
@@ -93,7 +92,7 @@ def test_freeze_base_keeps_ia3_trainable() -> None:
 def test_qkflow_merge_refuses_lora() -> None:
     decoder = Decoder(preset("tiny", vocab_size=32, attention={"coupling": "drift"}), seed=0)
     inject_adapter_in_model(LoraConfig(target_modules=["q", "k"]), decoder)
-    with pytest.raises(InputError, match="adapter"):
+    with raises_code("merge-projection-not-plain"):
         merge(decoder)
 
 

@@ -20,6 +20,7 @@ from qkflow.hf.attach import (
     freeze_base_model,
     merge,
     named_coupled_layers,
+    prepare_for_inference,
     print_trainable_parameters,
 )
 from qkflow.hf.attention_functions import register_attention
@@ -54,6 +55,7 @@ __all__ = [
     "merge",
     "named_coupled_layers",
     "param_groups",
+    "prepare_for_inference",
     "print_trainable_parameters",
     "register_attention",
     "reinitialize",

@@ -21,7 +21,7 @@ from qkflow.attention import couplings
 from qkflow.errors import InputError, join_limited
 from qkflow.hf.attach import check_can_attach, named_coupled_layers, unwrap_model
 from qkflow.hf.attention_layers import AttentionLayer, find_attention_layers, get_factory_kwargs
-from qkflow.hf.coupled_layer import CoupledAttention, couple_layer
+from qkflow.hf.coupled_layer import CoupledAttention, active_coupling, couple_layer
 
 WEIGHTS_NAME = "coupling.safetensors"
 CONFIG_NAME = "coupling_config.json"
@@ -69,15 +69,6 @@ def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
     for name, module in modules.items():  # after all of them loaded
         couple_layer(layers[name], config["layers"][name]["coupling"], module)
     return model
-
-
-def active_coupling(layer: CoupledAttention) -> nn.Module:
-    """Return the coupling that runs: PEFT's `modules_to_save` keeps a trained copy next to the original."""
-    copies = getattr(layer.coupling, "modules_to_save", None)
-    if not isinstance(copies, nn.ModuleDict):
-        return layer.coupling
-    active: Any = layer.coupling.active_adapters
-    return copies[active[0]]
 
 
 def _layer_config(layer: CoupledAttention) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from qkflow.attention import couplings
+from qkflow.attention import Attention, couplings
+from qkflow.attention.couplings import Coupling
 from qkflow.attention.init import InitScheme, ParamSampler, SupportsInit
 from qkflow.attention.registry import Spec
 from qkflow.errors import InputError, join_limited
@@ -25,7 +26,7 @@ from qkflow.hf.attention_layers import (
     get_factory_kwargs,
     unsupported_layers,
 )
-from qkflow.hf.coupled_layer import CoupledAttention, couple_layer, uncouple_layer
+from qkflow.hf.coupled_layer import CoupledAttention, active_coupling, couple_layer, uncouple_layer
 
 # parameters that PEFT adds outside of adapter layers
 PEFT_PARAMETER_NAMES = (".modules_to_save.", "prompt_encoder.", "adaption_prompt", "adaption_gate")
@@ -99,17 +100,38 @@ def merge(model: nn.Module) -> nn.Module:
         raise InputError("cannot merge: no coupling is attached to this model", code="no-coupling")
     layers = {layer.name: layer for layer in find_attention_layers(model)}
     for name, module in coupled:  # check all before changing any
-        if Spec.parse(module.coupling_info.spec).name != "drift":
+        if _linear_drift(module) is None:
             raise InputError(
                 f"cannot merge '{name}': its coupling '{module.coupling_info.spec}' is not linear; keep it "
                 "attached and save it with hf.save_adapter",
-                code="coupling-not-linear",
+                code="merge-not-linear",
             )
         check_drift_foldable(layers[name])
     _check_weights_not_shared(model, (layers[name] for name, _ in coupled))
     for name, module in coupled:
-        fold_drift(layers[name], module.coupling.take_linear_drift())  # type: ignore[operator]
+        drift = _linear_drift(module)
+        assert drift is not None, "checked above"
+        fold_drift(layers[name], drift)
     return detach(model)
+
+
+def _linear_drift(layer: CoupledAttention) -> Tensor | None:
+    """Return d (H,) if the coupling of a layer is q + d_h·k, else None."""
+    coupling = active_coupling(layer)
+    return coupling.linear_drift() if isinstance(coupling, Coupling) else None
+
+
+def prepare_for_inference(model: nn.Module) -> nn.Module:
+    """Fuse projections and coupling of every layer into one matmul, from the current weights, in place.
+
+    A coupling that is the identity is skipped: the original layer runs. `.train()`, moving the model and
+    loading weights undo it. Weights changed in any other way are not noticed: call this again. Layers whose
+    projections are fused, adapted, hooked, or of another dtype than the coupling keep the regular forward.
+    """
+    for module in model.modules():
+        if isinstance(module, CoupledAttention | Attention):
+            module.prepare_for_inference()
+    return model
 
 
 def _check_weights_not_shared(model: nn.Module, attn_layers: Iterable[AttentionLayer]) -> None:

@@ -210,7 +210,7 @@ def check_weight_writable(projection: nn.Module, name: str) -> None:
     if weight.is_meta:
         raise InputError(
             f"the weights of '{name}' are offloaded: load the model into memory first",
-            code="offloaded-weights",
+            code="weights-offloaded",
         )
 
 

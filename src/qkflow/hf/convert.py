@@ -64,10 +64,9 @@ def from_transformers(model: nn.Module) -> Decoder:
 
 
 def to_llama(model: Decoder, **config_kwargs: Any) -> LlamaForCausalLM:
-    """Convert a decoder with standard attention to a plain Llama; a `drift` coupling is merged."""
-    if any("drift" in module.coupling_spec.name for module in _attention_modules(model)):
-        model = copy.deepcopy(model)
-        merge(model)
+    """Convert a decoder with standard attention to a plain Llama; linear couplings (`drift`) are merged."""
+    if any(module.coupling.linear_drift() is not None for module in _attention_modules(model)):
+        model = merge(copy.deepcopy(model))  # type: ignore[assignment]
     _check_llama_compatible(model)
     shape = model.config
     attention = shape.attention
@@ -152,6 +151,7 @@ def _check_llama_compatible(model: Decoder) -> None:
         "no rotary embedding": _attention_modules(model)[0].rope is None,
         "a GELU feed-forward": shape.feed_forward != "swiglu",
         "a slow path": shape.slow is not None,
+        "bidirectional attention": not shape.causal,
     }
     present = [feature for feature, differs in differences.items() if differs]
     if present:

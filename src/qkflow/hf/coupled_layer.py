@@ -9,23 +9,32 @@ coupled layer has
   except that its projections return coupled queries and keys.
 
 The proxy lives for one call. Nothing is kept between calls, so KV caches, activation checkpointing, threads
-and `torch.compile` need no special care. Whatever replaced a projection (LoRA, a quantized or offloaded
-layer) is called as the original forward would call it.
+and `torch.compile` need no special care; the exception is `prepare_for_inference`, which is explicit.
+Whatever replaced a projection (LoRA, a quantized or offloaded layer) is called as in the original forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.projections import HeadShapes, is_autocast_enabled
+from qkflow.attention.couplings.base import Coupling, PreparedQK
+from qkflow.attention.projections import (
+    FactorizedQK,
+    HeadShapes,
+    check_not_offloaded,
+    is_autocast_enabled,
+    is_plain_linear,
+)
 from qkflow.errors import InputError
 from qkflow.hf.attention_layers import AttentionLayer
 from qkflow.hf.qkv_layout import QKVLayout
+
+PREPARED = ("prepared_qk", "skips_identity")  # attributes of a prepared layer
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class CouplingInfo:
     spec: str
     q_name: str
     k_name: str
+    v_name: str | None
     heads: HeadShapes
     layout: QKVLayout | None  # of a fused projection
 
@@ -46,16 +56,72 @@ class CoupledAttention(nn.Module):
     original_class: ClassVar[type[nn.Module]]
     coupling: nn.Module
     coupling_info: CouplingInfo
+    prepared_qk: PreparedQK | None = None  # of `prepare_for_inference`
+    skips_identity: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.skips_identity and not torch.is_grad_enabled():
+            return self.original_class.forward(self, *args, **kwargs)
         proxy = (SeparateQKVProxy if self.coupling_info.layout is None else FusedQKVProxy)(self)
         out = self.original_class.forward(proxy, *args, **kwargs)
         proxy.check_projections_called()
         return out
 
+    def prepare_for_inference(self) -> None:
+        """Fuse the projections and the coupling's linear parts into one matmul, from the current weights.
+
+        A coupling that is the identity is skipped: the original forward runs. Layers whose projections are
+        fused, adapted, hooked, or of another dtype than the coupling keep the regular forward.
+        """
+        self.release_prepared()
+        coupling = self.coupling
+        if not isinstance(coupling, Coupling) or any(p.is_meta for p in coupling.parameters()):
+            return
+        if coupling.is_identity():
+            self.skips_identity = True
+            return
+        qk = self._plain_qk()
+        if qk is None or any(p.dtype != qk.q.weight.dtype for p in coupling.parameters()):
+            return
+        prepared = coupling.prepare_for_inference(qk)
+        v = self._modules.get(self.coupling_info.v_name or "")
+        if prepared is not None and is_plain_linear(v) and v.weight.dtype == prepared.weight.dtype:
+            prepared = prepared.with_values(v)
+        self.prepared_qk = prepared
+
+    def _plain_qk(self) -> FactorizedQK | None:
+        """Return the projections as a qkflow circuit that shares their weights, if they are plain Linear."""
+        info = self.coupling_info
+        q, k = self._modules.get(info.q_name), self._modules.get(info.k_name)
+        if info.layout is not None or not is_plain_linear(q) or not is_plain_linear(k):
+            return None
+        if q.weight.is_meta or q.weight.dtype != k.weight.dtype or (q.bias is None) != (k.bias is None):
+            return None
+        circuit = FactorizedQK(1, info.heads, bias=False, device="meta")
+        circuit.q, circuit.k = q, k
+        return circuit
+
+    def release_prepared(self) -> None:
+        """Undo `prepare_for_inference`."""
+        self.prepared_qk, self.skips_identity = None, False
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.release_prepared()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.release_prepared()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.release_prepared()
+        super()._load_from_state_dict(*args, **kwargs)
+
     def __reduce__(self) -> Any:
-        # The class is created at run time, so pickle cannot import it by name.
-        return _new_coupled_layer, (self.original_class,), self.__dict__
+        # The class is created at run time, so pickle cannot import it by name. Copies are not prepared.
+        state = {key: value for key, value in self.__dict__.items() if key not in PREPARED}
+        return _new_coupled_layer, (self.original_class,), state
 
 
 _coupled_classes: dict[type[nn.Module], type[CoupledAttention]] = {}
@@ -96,13 +162,7 @@ class LayerProxy:
         """
         coupling = self.coupled_layer.coupling
         parameter = next(coupling.parameters(), q)
-        if parameter.is_meta and not q.is_meta:
-            cls = type(self.coupled_layer).__name__
-            raise InputError(
-                "the coupling's weights are offloaded and accelerate did not load them for this call: pass "
-                f"preload_module_classes=['{cls}'] to cpu_offload or dispatch_model",
-                code="offloaded-weights",
-            )
+        check_not_offloaded(parameter, q, type(self.coupled_layer).__name__)
         if parameter.dtype == q.dtype and not is_autocast_enabled(q):
             out: tuple[Tensor, Tensor] = coupling(q, k)
             return out
@@ -163,6 +223,9 @@ class SeparateQKVProxy(LayerProxy):
 
     def _project_and_couple(self, x: Tensor) -> tuple[Tensor, Tensor]:
         layer, info = self.coupled_layer, self.coupled_layer.coupling_info
+        prepared = layer.prepared_qk
+        if prepared is not None and not torch.is_grad_enabled() and not is_autocast_enabled(x):
+            return self._run_prepared(prepared, x)
         q, k = getattr(layer, info.q_name)(x), getattr(layer, info.k_name)(x)
         q = q.view(-1, q.shape[-2], info.heads.n_q, info.heads.head_dim)
         k = k.view(-1, k.shape[-2], info.heads.n_k, info.heads.head_dim)
@@ -170,6 +233,15 @@ class SeparateQKVProxy(LayerProxy):
         if torch.is_grad_enabled() and getattr(getattr(layer, "config", None), "clip_qkv", None) is not None:
             q, k = q.clone(), k.clone()  # OLMo clips in place what autograd has saved for the backward pass
         return q, k
+
+    def _run_prepared(self, prepared: PreparedQK, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, values = prepared(x.view(-1, *x.shape[-2:]))
+        v_name = self.coupled_layer.coupling_info.v_name
+        if prepared.n_value_rows and v_name is not None:
+            values = values.view(*x.shape[:-1], -1)
+            project_values = getattr(self.coupled_layer, v_name)
+            setattr(self, v_name, lambda tokens: values if tokens is x else project_values(tokens))
+        return q.reshape(*x.shape[:-1], -1), k.reshape(*x.shape[:-1], -1)
 
     def check_projections_called(self) -> None:
         super().check_projections_called()
@@ -202,7 +274,14 @@ def couple_layer(attn_layer: AttentionLayer, spec: str, coupling: nn.Module) -> 
     layer = attn_layer.module
     coupling.train(layer.training)
     layer.coupling = coupling
-    info = CouplingInfo(spec, attn_layer.q_name, attn_layer.k_name, attn_layer.heads, attn_layer.layout)
+    info = CouplingInfo(
+        spec,
+        attn_layer.q_name,
+        attn_layer.k_name,
+        attn_layer.v_name,
+        attn_layer.heads,
+        attn_layer.layout,
+    )
     layer.coupling_info = info  # type: ignore[assignment]
     _change_class(layer, coupled_class(type(layer)))
 
@@ -210,7 +289,18 @@ def couple_layer(attn_layer: AttentionLayer, spec: str, coupling: nn.Module) -> 
 def uncouple_layer(layer: CoupledAttention) -> None:
     """Invert `couple_layer`."""
     del layer.coupling, layer.coupling_info
+    for name in PREPARED:
+        vars(layer).pop(name, None)
     _change_class(layer, layer.original_class)
+
+
+def active_coupling(layer: CoupledAttention) -> nn.Module:
+    """Return the coupling that runs: PEFT's `modules_to_save` keeps a trained copy next to the original."""
+    copies = getattr(layer.coupling, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        return layer.coupling
+    active: Any = layer.coupling.active_adapters
+    return copies[active[0]]
 
 
 def _change_class(layer: nn.Module, cls: type[nn.Module]) -> None:
