@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, PreparedQK, register
 from qkflow.attention.couplings.layers import (
     HeadNetworks,
     check_steps,
@@ -15,8 +17,48 @@ from qkflow.attention.couplings.layers import (
     repeat_keys,
     tokens_first,
 )
-from qkflow.attention.projections import HeadShapes
+from qkflow.attention.projections import FactorizedQK, HeadShapes, stack_linear
 from qkflow.errors import InputError
+
+
+@dataclass(frozen=True)
+class _ConditionerWeights:
+    """Conditioners as batched matmuls: w1 (sources, ρ, D), b1 (networks, r, 1), 2·scale, shift (targets, ρ, D).
+
+    The networks that condition one target are one matmul over their stacked latents, so that no output
+    wider than the target is formed. A latent that is always 1 multiplies the bias b2.
+    """
+
+    w1: Tensor
+    b1: Tensor | None
+    double_scale: Tensor
+    shift: Tensor
+
+    @classmethod
+    def build(
+        cls, networks: HeadNetworks, n_sources: int, n_targets: int, dtype: torch.dtype
+    ) -> _ConditionerWeights:
+        force = networks.as_force()
+        w1 = force.w1.reshape(n_sources, -1, force.w1.shape[-1]).to(dtype)
+        rows, b1 = force.w2.transpose(1, 2), None
+        if force.b1 is not None and force.b2 is not None:
+            b1 = force.b1.unsqueeze(-1).to(dtype)
+            rows = torch.cat((rows, force.b2.unsqueeze(1)), dim=1)
+        n_networks = len(rows)
+        if n_networks != n_targets:  # a target uses the mean of its networks
+            rows = rows.reshape(n_targets, -1, rows.shape[-1]) * (n_targets / n_networks)
+        scale, shift = rows.to(dtype).chunk(2, dim=-1)
+        return cls(w1, b1, 2 * scale, shift)
+
+    def latents(self, source: Tensor) -> Tensor:
+        """Return (targets, N, ρ) of a source (sources, N, D)."""
+        u = torch.bmm(self.w1, source.transpose(1, 2))
+        if self.b1 is None:
+            latents = F.silu(u)
+        else:
+            u = u.view(*self.b1.shape[:2], u.shape[-1]) + self.b1
+            latents = torch.cat((F.silu(u), torch.ones_like(u[:, :1])), dim=1)
+        return latents.view(*self.shift.shape[:2], u.shape[-1]).transpose(1, 2)
 
 
 @register
@@ -75,35 +117,41 @@ class Affine(Coupling):
         return True
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        batch_and_length = q.shape[:2]
-        q, k = heads_first(q), heads_first(k)
-        for _ in range(self.steps):
-            k = self._transform(k, q, self.from_query)
-            q = self._transform(q, k, self.from_key)
+        shapes, batch_and_length = self.head_shapes, q.shape[:2]
+        for_key = _ConditionerWeights.build(self.from_query, shapes.n_q, shapes.n_k, q.dtype)
+        for_query = _ConditionerWeights.build(self.from_key, shapes.n_k, shapes.n_q, q.dtype)
+        q, k = self._transform_all(heads_first(q), heads_first(k), for_key, for_query)
         return tokens_first(q, batch_and_length), tokens_first(k, batch_and_length)
 
-    def _transform(self, target: Tensor, source: Tensor, conditioner: HeadNetworks) -> Tensor:
-        """Return target⊙exp(s) + t, with (s, t) from the source; both are (heads, N, D).
+    def prepare_for_inference(self, qk: FactorizedQK) -> PreparedQK:
+        """Build the weights of the conditioners once."""
+        shapes, dtype = self.head_shapes, qk.q.weight.dtype
+        with torch.no_grad():
+            for_key = _ConditionerWeights.build(self.from_query, shapes.n_q, shapes.n_k, dtype)
+            for_query = _ConditionerWeights.build(self.from_key, shapes.n_k, shapes.n_q, dtype)
 
-        The networks that condition one target are one matmul: their latents are stacked, so that no
-        output wider than the target is formed.
-        """
-        force = conditioner.as_force()
-        n_targets, dtype = len(target), target.dtype
-        n_networks, r, head_dim = force.w1.shape
-        w1 = force.w1.reshape(len(source), -1, head_dim).to(dtype)
-        u = torch.bmm(w1, source.transpose(1, 2)).view(n_networks, r, source.shape[1])
-        rows = force.w2.transpose(1, 2)
-        if force.b1 is not None and force.b2 is not None:
-            u = u + force.b1.unsqueeze(-1).to(dtype)
-            rows = torch.cat((rows, force.b2.unsqueeze(1)), dim=1)
-        latents = F.silu(u)
-        if force.b2 is not None:  # one more latent, always 1, multiplies the bias
-            latents = torch.cat((latents, torch.ones_like(u[:, :1])), dim=1)
-        latents = latents.unflatten(0, (n_targets, -1)).flatten(1, 2)
-        rows = rows.reshape(n_targets, -1, rows.shape[-1]).to(dtype) * (n_targets / n_networks)
-        s, t = torch.bmm(latents.transpose(1, 2), rows).chunk(2, dim=-1)
-        return torch.addcmul(t, target, torch.exp(self.bound * torch.tanh(s)))
+        def finish(q: Tensor, k: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            batch_and_length = q.shape[:2]
+            q, k = self._transform_all(heads_first(q), heads_first(k), for_key, for_query)
+            return tokens_first(q, batch_and_length), tokens_first(k, batch_and_length)
+
+        weight, bias = stack_linear([(qk.q.weight, qk.q.bias), (qk.k.weight, qk.k.bias)])
+        return PreparedQK(shapes, weight, bias, finish)
+
+    def _transform_all(
+        self, q: Tensor, k: Tensor, for_key: _ConditionerWeights, for_query: _ConditionerWeights
+    ) -> tuple[Tensor, Tensor]:
+        for _ in range(self.steps):
+            k = self._transform(k, q, for_key)
+            q = self._transform(q, k, for_query)
+        return q, k
+
+    def _transform(self, target: Tensor, source: Tensor, weights: _ConditionerWeights) -> Tensor:
+        """Return target⊙exp(s) + t, with (s, t) from the source; both are (heads, N, D)."""
+        latents = weights.latents(source)
+        gate = torch.sigmoid(torch.bmm(latents, weights.double_scale))
+        s = self.bound * (2 * gate - 1)  # bound·tanh(·): sigmoid takes a third of the time of tanh
+        return torch.baddbmm(target * torch.exp(s), latents, weights.shift)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(self.steps):
