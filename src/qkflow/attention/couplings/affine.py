@@ -23,7 +23,9 @@ from qkflow.errors import InputError
 
 @dataclass(frozen=True)
 class _ConditionerWeights:
-    """Conditioners as batched matmuls: w1 (sources, ρ, D), b1 (networks, r, 1), 2·scale, shift (targets, ρ, D).
+    """Conditioners as batched matmuls.
+
+    w1 (sources, ρ, D), b1 (networks, r, 1) or None, double_scale and shift (targets, ρ, D)
 
     The networks that condition one target are one matmul over their stacked latents, so that no output
     wider than the target is formed. A latent that is always 1 multiplies the bias b2.
