@@ -104,7 +104,7 @@ def test_dense_matched_at_other_presets(name: str) -> None:
         ("slow:layers=2", "renamed-key"),
         ("slow:ratio=1", "invalid-pooling-ratio"),
         ("slow:ratio=129", "ratio-exceeds-length"),
-        ("slow:inject=ech", "unknown-model-slow-inject"),
+        ("slow:inject=ech", "unknown-inject"),
         ("slow:output_init=zero", "slow-path-cannot-train"),
         ("dense-matched:closed", "unknown-option"),
         ("dense-matched:ratio=500", "ratio-exceeds-length"),

@@ -47,7 +47,9 @@ class SlowPathConfig:
                     f"model.slow.{name} must be at least 1, not {value}", code="option-not-positive"
                 )
         if self.output_init not in get_args(OutputInit):
-            raise unknown("model.slow.output_init", self.output_init, get_args(OutputInit))
+            raise unknown(
+                "model.slow.output_init", self.output_init, get_args(OutputInit), code="unknown-output-init"
+            )
         if self.output_init == "zero" and self.gate_init == 0:
             raise InputError(
                 "the slow path would never train: with gate_init 0 and output_init 'zero' the gradients of "
@@ -60,7 +62,7 @@ class SlowPathConfig:
         """Return the sorted indices of the fast layers, out of `n_layers`, that get a gate."""
         if isinstance(self.inject, str):
             if self.inject not in ("once", "each"):
-                raise unknown("model.slow.inject", self.inject, ("once", "each"))
+                raise unknown("model.slow.inject", self.inject, ("once", "each"), code="unknown-inject")
             return [0] if self.inject == "once" else list(range(n_layers))
         layers = list(self.inject)
         in_range = all(0 <= layer < n_layers for layer in layers)
