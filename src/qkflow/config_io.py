@@ -83,16 +83,16 @@ def check_mapping(values: Any, key_path: str) -> dict[str, Any]:
 def parse_count(text: str | int | float) -> int:
     """Read a number of tokens: 50000, 200k, 1M, 1.5m, 3e6."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\+?\d+)?)([kmgb]?)", str(text).strip().lower())
-    wrong = InputError(
+    error = InputError(
         f"'{text}' is not a number of tokens: write e.g. 200k, 1M or 50000", code="invalid-count"
     )
     if match is None:
-        raise wrong
+        raise error
     scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}[match[2]]
     number = float(match[1].replace("_", "")) * scale
     # 1.1M is an integer up to rounding
     if not math.isfinite(number) or abs(number - round(number)) > 1e-9 * number:
-        raise wrong
+        raise error
     return round(number)
 
 

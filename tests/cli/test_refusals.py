@@ -122,7 +122,7 @@ def test_train_and_compare(
     (["--batch=8"], "renamed-flag", "--batch-size"),
     (["--start", "gpt2"], "renamed-flag", "--init"),
     (["--set", "model.dim=wide"], "wrong-type", "model.dim"),
-    (["--set", "model.n_heads=3"], None, "128"),
+    (["--set", "model.n_heads=3"], "dim-not-divisible", "128"),
     (["--set", "train.clip=["], "invalid-yaml", "'['"),
     (["--set", "train.steps=2.5"], "wrong-type", "train.steps"),
     (["--set", "train.compile=inducter"], "unknown-compile-backend", "'inductor'"),

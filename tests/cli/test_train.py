@@ -16,7 +16,6 @@ from input_errors import raises_code
 from qkflow import console, files
 from qkflow.cli.main import dispatch
 from qkflow.data import prepare
-from qkflow.errors import InputError
 from qkflow.models import Decoder
 from qkflow.training import Trainer, pretrained, worker
 
@@ -242,9 +241,9 @@ def test_probe(model: Path, corpus: Path, command: Command, tmp_path: Path) -> N
     assert (tmp_path / "maps.html").is_file()
     assert "effective" in command("probe", model, "--data", corpus, "--windows", 2, "--seq-len", 8)[1]
     for wrong in ([], ["--text", "a", "--data", "b"]):
-        with pytest.raises(InputError):
+        with raises_code("text-or-data"):
             command("probe", model, *wrong)
-    with pytest.raises(InputError):
+    with raises_code("unknown-map-format"):
         command("probe", model, "--text", "a", "--out", "maps.svg")
 
 

@@ -114,10 +114,10 @@ def test_unexpected_error_is_written_to_the_result(
 @pytest.mark.parametrize(
     ("options", "code", "named"),
     [
-        ({"data": {"corpus": "nowhere/at-all.txt"}}, None, "nowhere/at-all.txt"),
-        ({"data": {"seq_len": 100_000}}, None, "100001"),
+        ({"data": {"corpus": "nowhere/at-all.txt"}}, "corpus-not-found", "nowhere/at-all.txt"),
+        ({"data": {"seq_len": 100_000}}, "text-too-short", "100001"),
         ({"data": {"fingerprint": "0" * 16}}, "data-changed", "0" * 16),
-        ({"model": {"dim": 15}}, None, "15"),
+        ({"model": {"dim": 15}}, "dim-not-divisible", "15"),
         ({"device": "cuda:97"}, "device-unavailable", "cuda:97"),
         ({"device": "abacus"}, "unknown-device", "abacus"),
         ({"pace": -1}, "invalid-ratio", "-1"),
