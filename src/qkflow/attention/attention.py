@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention import couplings, scorings
+from qkflow.attention.checks import check_attention_input, check_attention_shape, check_collapsed_circuit
 from qkflow.attention.couplings.base import PreparedQK
 from qkflow.attention.init import InitScheme, ParamSampler, initialize
 from qkflow.attention.kv_cache import KVCache
@@ -80,13 +81,15 @@ class Attention(nn.Module):
         super().__init__()
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        _check_shape(dim, n_heads, n_kv_heads, head_dim, window, dropout)
+        check_attention_shape(dim, n_heads, n_kv_heads, head_dim, window, dropout)
         head_dim = dim // n_heads if head_dim is None else head_dim
         rope = RotaryEmbedding.from_option(rope)
         if rope is not None:
             check_head_dim(head_dim)
         if circuit != "FAFO":
-            _check_collapsed(circuit, rope, scorings.check(scoring), qk_norm)
+            check_collapsed_circuit(
+                circuit, rope=rope is not None, scoring=scorings.check(scoring).name, qk_norm=qk_norm
+            )
         self.dim, self.causal, self.window, self.dropout = dim, causal, window, dropout
         self.rope = rope
         self.scale = head_dim**-0.5
@@ -164,7 +167,14 @@ class Attention(nn.Module):
         use_reference: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v ready for scoring: projected, coupled, normalized, rotated."""
-        self._check_input(x, context)
+        check_attention_input(
+            x,
+            context,
+            dim=self.dim,
+            coupling=self.coupling_spec.name,
+            causal=self.causal,
+            rope=self.rope is not None,
+        )
         q, k, v = self.project_and_couple(x, context, use_reference)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -326,32 +336,6 @@ class Attention(nn.Module):
             if norm is not None:
                 nn.init.ones_(norm.weight)
 
-    def _check_input(self, x: Tensor, context: Tensor | None) -> None:
-        for name, given in (("x", x), ("context", context)):
-            if given is not None and (given.dim() != 3 or given.shape[-1] != self.dim):
-                raise InputError(
-                    f"{name} must have the shape (batch, tokens, {self.dim}), not {tuple(given.shape)}",
-                    code="attention-input-shape",
-                )
-        if context is None:
-            return
-        if context.shape[0] != x.shape[0]:
-            raise InputError(
-                f"context has batch size {context.shape[0]}, but x has {x.shape[0]}",
-                code="context-batch-size",
-            )
-        if self.coupling_spec.name != "none":
-            raise InputError(
-                f"coupling '{self.coupling_spec.name}' cannot be used in cross-attention, where no token has "
-                "both a query and a key: use coupling='none'",
-                code="coupling-cross-attention",
-            )
-        if self.causal or self.rope is not None:
-            raise InputError(
-                "cross-attention has no shared positions: use causal=False and rope=False",
-                code="cross-attention-positions",
-            )
-
     def extra_repr(self) -> str:
         shapes = self.head_shapes
         return (
@@ -389,46 +373,3 @@ def prepared_for_inference(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.release_prepared()
-
-
-def _check_shape(
-    dim: int, n_heads: int, n_kv_heads: int, head_dim: int | None, window: int | None, dropout: float
-) -> None:
-    if n_heads < 1 or n_kv_heads < 1 or dim < 1:
-        raise InputError(
-            f"dim {dim}, n_heads {n_heads} and n_kv_heads {n_kv_heads} must all be at least 1",
-            code="bad-attention-size",
-        )
-    if head_dim is not None and head_dim < 1:
-        raise InputError(f"head_dim must be at least 1, not {head_dim}", code="bad-head-dim")
-    if head_dim is None and dim % n_heads:
-        raise InputError(
-            f"dim {dim} is not divisible by n_heads {n_heads}: change one of them, or give head_dim",
-            code="dim-not-divisible",
-        )
-    if n_heads % n_kv_heads:
-        raise InputError(
-            f"n_heads {n_heads} is not divisible by n_kv_heads {n_kv_heads}", code="heads-not-divisible"
-        )
-    if window is not None and window < 1:
-        raise InputError(f"window must be at least 1, not {window}", code="bad-window")
-    if not 0 <= dropout < 1:
-        raise InputError(f"dropout must be in [0, 1), not {dropout}", code="bad-dropout")
-
-
-def _check_collapsed(circuit: str, rope: RotaryEmbedding | None, scoring: Spec, qk_norm: bool) -> None:
-    if circuit.startswith("CA") and rope is not None:
-        raise InputError(
-            f"circuit '{circuit}' has no separate query and key to rotate: use rope=False",
-            code="collapsed-circuit-rope",
-        )
-    if scoring.name != "softmax":
-        raise InputError(
-            f"collapsed circuit '{circuit}' needs softmax scoring, not '{scoring.name}'",
-            code="collapsed-circuit-scoring",
-        )
-    if circuit.startswith("CA") and qk_norm:
-        raise InputError(
-            f"circuit '{circuit}' has no separate query and key to normalize: use qk_norm=False",
-            code="collapsed-circuit-qk-norm",
-        )
