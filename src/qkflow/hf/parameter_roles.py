@@ -21,10 +21,9 @@ from qkflow.errors import InputError, join_limited, unknown
 from qkflow.hf.attention_layers import iter_attention_modules
 from qkflow.hf.qkv_layout import OUTPUT_PROJECTIONS
 from qkflow.hf.split_qkv import QKV_ROLES, split_fused_qkv
-from qkflow.roles import ROLES, has_roles, parameter_roles
+from qkflow.roles import QK_ROLES, ROLES, has_roles, parameter_roles
 from qkflow.training.optimizer import parameter_groups
 
-QK_ROLES = ("q", "k", "qk")  # weights and biases of the projections; "qk_norm" and "coupling" can be added
 FUSED_QKV_ROLE = "qkv"
 
 # Parameter names of `transformers` models outside the attention projections. The first match decides.

@@ -17,8 +17,9 @@ from transformers import TrainerCallback
 
 from qkflow.errors import InputError
 from qkflow.hf.attach import unwrap_model
-from qkflow.hf.parameter_roles import FUSED_QKV_ROLE, QK_ROLES, RoleOverrides, infer_parameter_roles
+from qkflow.hf.parameter_roles import FUSED_QKV_ROLE, RoleOverrides, infer_parameter_roles
 from qkflow.hf.split_qkv import split_fused_qkv
+from qkflow.roles import QK_ROLES
 from qkflow.training.pace import RatioSchedule, parse_ratio_schedule
 
 ParamGroups = list[dict[str, Any]]

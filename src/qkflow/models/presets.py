@@ -29,7 +29,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def preset(name: str, **overrides: Any) -> ModelConfig:
+def preset(name: str, /, **overrides: Any) -> ModelConfig:
     """Return the config of a named size with overrides, e.g. `preset("tiny", vocab_size=512)`."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
