@@ -19,6 +19,16 @@ class InputError(ValueError):
         super().__init__(message)
         self.code = code
 
+    def to_line(self) -> str:
+        """Return the line that commands and workers print: `qkflow: MESSAGE [CODE]`."""
+        return f"qkflow: {self} [{self.code}]"
+
+    @classmethod
+    def from_line(cls, line: str) -> InputError:
+        """Read back what `to_line` returned; any other text becomes the message."""
+        match = re.fullmatch(r"qkflow: (?P<message>.*) \[(?P<code>[a-z0-9-]+)\]", line)
+        return cls(match["message"], code=match["code"]) if match else cls(line)
+
 
 def unknown(kind: str, name: str, known: Iterable[str], *, code: str | None = None) -> InputError:
     """Return the error for an unknown name, with the closest known name as a suggestion.

@@ -135,7 +135,7 @@ def main() -> None:
     except InputError as error:
         if os.environ.get("QKFLOW_DEBUG"):
             raise
-        print(f"qkflow: {error} [{error.code}]", file=sys.stderr)
+        print(error.to_line(), file=sys.stderr)
         code = 2
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -86,7 +86,7 @@ def exit_code_of(folder: Path, run: Callable[[], int]) -> int:
     try:
         return run()
     except InputError as error:
-        print(f"qkflow: {error} [{error.code}]", file=sys.stderr)
+        print(error.to_line(), file=sys.stderr)
         return EXIT_BAD_INPUT
     except PermissionError as error:
         print(f"qkflow: {error.strerror} ({error.filename})", file=sys.stderr)
