@@ -48,13 +48,23 @@ def test_wrong_values_are_refused(values: Any, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("50000", 50_000), ("200k", 200_000), ("1.1M", 1_100_000), ("3e6", 3_000_000), (7, 7)]
+    ("text", "count"),
+    [
+        ("50000", 50_000),
+        ("50_000", 50_000),
+        ("200k", 200_000),
+        ("1.1M", 1_100_000),
+        ("1.5m", 1_500_000),
+        ("3B", 3_000_000_000),
+        ("3e6", 3_000_000),
+        (7, 7),
+    ],
 )
 def test_parse_count_reads_suffixes(text: str | int, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "-1", "1.5", "1e400", "k", "1kk"])
+@pytest.mark.parametrize("text", ["", "-1", "-5k", "1.5", "1e400", "k", "1kk", "10kb", "many"])
 def test_parse_count_refuses(text: str) -> None:
     with raises_code("invalid-count"):
         parse_count(text)

@@ -1,8 +1,8 @@
-"""A small but real worker: the whole contract of a run folder, on a problem that trains in milliseconds.
+"""A worker with the whole contract of a run folder, on a problem that trains in milliseconds.
 
-Softmax regression in numpy whose labels depend on x and on one product of inputs. What a variant is decides
-the features (`euler`, `drift` see the product, `uncoupled` gets a useless one), the start decides the first
-weights. `broken` fails, `picky` calls its input bad, `sleepy` takes its time; all of it from config.yaml.
+Softmax regression in numpy. Labels depend on x and on the product of two inputs. The variant determines the
+features (`euler` and `drift` have the product, `uncoupled` a useless feature), the init the first weights.
+`broken` fails, `picky` rejects its config, `sleepy` is slow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 
 
 def write_json(path: Path, value: object) -> None:
-    """Whole or not at all. Its own, because importing qkflow would cost more than all the training."""
+    """Write atomically, without qkflow: importing it would take longer than the training."""
     path.parent.mkdir(exist_ok=True)
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(value))
@@ -54,10 +54,10 @@ def loss_and_gradient(W: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[floa
     return float(loss), p.T @ x / len(y)
 
 
-def first_weights(start: str, seed: int) -> np.ndarray:
-    base = {"gpt2": 0.02, "fan_in": 2.0, "mimetic": 0.5}[start.partition("+")[0]]
+def initial_weights(init: str, seed: int) -> np.ndarray:
+    base = {"gpt2": 0.02, "fan_in": 2.0, "mimetic": 0.5}[init.partition("+")[0]]
     W = base * np.random.default_rng([seed, 1]).normal(size=WORLD.shape)
-    return W + 0.8 * WORLD if "symmetric" in start else W
+    return W + 0.8 * WORLD if "symmetric" in init else W
 
 
 class Worker:
@@ -65,11 +65,11 @@ class Worker:
         self.folder, self.config = folder, yaml.safe_load((folder / "config.yaml").read_text())
         data, self.train = self.config["data"], self.config["train"]
         self.coupling = self.config["model"]["attention"]["coupling"].partition(":")[0]
-        self.start, self.seed = self.config["model"]["init"], self.train["seed"]
-        self.per_step = self.train["batch"] * data["length"]
+        self.init, self.seed = self.config["model"]["init"], self.train["seed"]
+        self.per_step = self.train["batch_size"] * data["seq_len"]
         self.steps = math.ceil(self.train["tokens"] / self.per_step)
         self.step, self.seconds = 0, 0.0
-        self.W = first_weights(self.start, self.seed)
+        self.W = initial_weights(self.init, self.seed)
         self.test = draw(np.random.default_rng(99), 400)
         self.stop = False
         self.checkpoint = folder / "checkpoints" / "state.json"
@@ -108,13 +108,13 @@ class Worker:
             if self.stop:
                 self.save()
                 return 75
-            began = time.perf_counter()
+            start = time.perf_counter()
             x, y = draw(np.random.default_rng([self.seed, self.step]), self.per_step)
             loss, gradient = loss_and_gradient(self.W, features(x, self.coupling), y)
             self.W = self.W - self.train["lr"] * gradient
             time.sleep(0.1 if self.coupling == "sleepy" else 0)
             self.step += 1
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start
             tokens = self.step * self.per_step
             self.log(kind="train", step=self.step, tokens=tokens, seconds=self.seconds, loss=loss,
                      lr=self.train["lr"], grad_norm=float(np.linalg.norm(gradient)),
@@ -150,19 +150,19 @@ class Worker:
 
 def main() -> int:
     worker = Worker(Path(sys.argv[1]))
-    with open(worker.folder / "starts.txt", "a") as file:  # so that tests can count how often it was started
+    with open(worker.folder / "starts.txt", "a") as file:  # tests count the starts of every run
         file.write(f"{os.getpid()} from step {worker.step}\n")
     if worker.coupling == "picky":
-        print("qkflow: option 'm' of coupling 'picky' is unknown: did you mean 'n'?")
+        print("qkflow: option 'm' of coupling 'picky' is unknown: did you mean 'n'? [unknown-option]")
         return 2
     if worker.coupling == "broken":
         print("loading")
         raise RuntimeError("the toy exploded on <b>purpose</b>")
 
-    def ask_to_stop(number: int, frame: object) -> None:
+    def request_stop(number: int, frame: object) -> None:
         worker.stop = True
 
-    signal.signal(signal.SIGTERM, ask_to_stop)
+    signal.signal(signal.SIGTERM, request_stop)
     return worker.run()
 
 

@@ -1,4 +1,4 @@
-"""The papers' questions as studies, with real worker processes (of a toy problem)."""
+"""The studies of the papers, with real worker processes (of a toy problem)."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from typing import Any
 
 import pytest
 
-from qkflow.errors import InputError
+from input_errors import raises_code
 from qkflow.papers.published import PAPER_STUDIES, reproduce
 from qkflow.studies import Comparison
 from qkflow.studies.analysis import RunData
+from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.grid import build_grid
+from qkflow.studies.results import ArmSummary, RunCounts, StudySummary
 from qkflow.studies.slow_path_findings import gate_findings
 from toy_study import TOY
 
 SETTINGS = {name: value for name, value in TOY.items() if name != "controls"}
 
 
-def test_a_study_runs_its_comparisons_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_stages_run_and_resume(tmp_path: Path) -> None:
     stages: list[str] = []
-    asked: dict[str, Any] = {"data": "toy", "seeds": 1, "verdict": False, **SETTINGS}
-    reproduce("fast-slow", tmp_path, stages=("short",), **asked)
+    settings: dict[str, Any] = {"data": "toy", "seeds": 1, "verdict": False, **SETTINGS}
+    reproduce("fast-slow", tmp_path, stages=("short",), **settings)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("short/runs/*/result.json")}
     assert len(before) == 6
-    answer = reproduce(
-        "fast-slow", tmp_path, on_stage_end=lambda stage, *_: stages.append(stage.name), **asked
+    report = reproduce(
+        "fast-slow", tmp_path, on_stage_end=lambda stage, *_: stages.append(stage.name), **settings
     )
+    assert (tmp_path / "long" / "report.html").is_file()
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert stages == ["short", "long"] == list(answer["stages"])
-    short, long = (answer["stages"][name]["summary"]["config"] for name in stages)
+    assert stages == ["short", "long"] == list(report["stages"])
+    short, long = (report["stages"][name]["summary"]["config"] for name in stages)
     assert (short["tokens"], long["tokens"]) == (640, 6400)
-    assert json.loads((tmp_path / "findings.json").read_text()) == json.loads(json.dumps(answer))
+    assert json.loads((tmp_path / "findings.json").read_text()) == json.loads(json.dumps(report))
 
 
-def test_unknown_studies_and_stages_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="did you mean 'fast-slow'"):
+def test_unknown_studies_and_stages_are_rejected(tmp_path: Path) -> None:
+    with raises_code("unknown-study"):
         reproduce("fastslow", tmp_path)
-    with pytest.raises(InputError, match="stage of fast-slow"):
+    with raises_code("unknown-stage"):
         reproduce("fast-slow", tmp_path, stages=("shrot",))
     assert not list(tmp_path.iterdir())
 
 
-def test_published_studies_name_variants_that_exist() -> None:
-    from qkflow.studies.compare import parse_comparison_config
-    from qkflow.studies.grid import build_grid
-
+def test_variants_of_the_studies_exist() -> None:
     for study in PAPER_STUDIES.values():
         for stage in study.stages:
             settings = {"tokens": study.tokens, "seeds": study.seeds, **study.settings}
-            grid = build_grid(parse_comparison_config("toy", {"variants": stage.variants, **settings}))
-            assert {"standard", *stage.variants} <= {one.variant.name for one in grid.arms}
+            grid = build_grid(ComparisonConfig.parse(data="toy", variants=stage.variants, **settings))
+            assert {"standard", *stage.variants} <= {arm.variant.name for arm in grid.arms}
 
 
 def comparison(**variants: tuple[list[float], list[float]]) -> Comparison:
@@ -63,12 +64,13 @@ def comparison(**variants: tuple[list[float], list[float]]) -> Comparison:
             metrics = {"probe": looks if name != "standard" else [{"step": 1}]}
             result = {"status": "finished", "loss": loss}
             runs.append(RunData(name, "compare", f"{name}@gpt2", seed, 1e-3, 10, result, metrics, ""))
-    rows = [{"variant": name, "cell": f"{name}@gpt2"} for name in variants]
-    summary = {"config": {"confidence": 0.95}, "reference": rows[0], "variants": rows[1:]}
+    reference, *others = (ArmSummary(name, "variant", "gpt2", f"{name}@gpt2") for name in variants)
+    counts = RunCounts(len(runs), len(runs))
+    summary = StudySummary(ComparisonConfig(), "", reference, tuple(others), counts)
     return Comparison(Path(), summary, runs)
 
 
-def test_findings_tell_open_gates_from_closed_ones_and_what_opening_pays() -> None:
+def test_gate_findings() -> None:
     parts = {
         "standard": ([0.0] * 3, [4.0, 4.1, 4.2]),
         "slow": ([0.001, 0.002, 0.0015], [4.0, 4.11, 4.19]),

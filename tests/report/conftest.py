@@ -1,4 +1,4 @@
-"""A made-up study on disk, of realistic shape, for everything that only reads one."""
+"""Synthetic studies on disk, for tests that only read them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qkflow.studies.grid import ComparisonConfig, RunSpec, build_grid
+from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.grid import RunSpec, build_grid
+from qkflow.studies.plan import StudyPlan
 from qkflow.studies.runner.study_dir import StudyDir
 
-# Final loss by cell: close to each other, as variants of one model are; seeds add paired and own noise.
+# Final loss by cell; seeds add shared and independent noise.
 FINAL = {
     "standard@gpt2": 4.69,
     "standard@fan_in": 5.05,
@@ -31,31 +33,23 @@ HOSTILE = "</script><script>alert(1)</script><img src=https://example.com/x.png>
 
 
 def write_study(
-    path: Path, question: ComparisonConfig, final: dict[str, float], fail: str | None = None
+    path: Path, config: ComparisonConfig, final: dict[str, float], fail: str | None = None
 ) -> Path:
-    """Write the folder a comparison would have left, losses falling as power laws to those in `final`."""
-    folder, grid = StudyDir(path), build_grid(question)
+    """Write the folder of a finished comparison; losses decrease to those in `final`."""
+    study_dir, grid = StudyDir(path), build_grid(config)
     models = {cell.variant.model_name for cell in grid.cells}
-    tokens = dict.fromkeys(models, question.tokens or 0)
-    runs = grid.build_runs("compare", range(question.seeds), tokens_by_model=tokens)
-    folder.save(
-        {
-            "config": question.to_dict(),
-            "command": question.to_command(str(path)),
-            "arms": [one.to_dict() for one in grid.arms],
-            "budgets": tokens,
-            "jobs": 2,
-            "runs": [run.to_dict() for run in runs],
-        }
-    )
+    tokens = dict.fromkeys(models, config.tokens or 0)
+    runs = grid.build_runs("compare", range(config.seeds), tokens_by_model=tokens)
+    arms, planned = tuple(arm.plan() for arm in grid.arms), tuple(run.plan() for run in runs)
+    StudyPlan(config, config.to_command(str(path)), arms, tokens, jobs=2, runs=planned).save(study_dir)
     for run in runs:
-        run_folder = folder.run_dir(run.id)
-        run_folder.write_config(run.config)
+        run_dir = study_dir.run_dir(run.id)
+        run_dir.write_config(run.config)
         if run.cell == fail:
-            (run_folder.path / "log.txt").write_text("step 3\nloss is <nan> & gone\n")
-            run_folder.write_failure("loss is <nan> & gone")
+            (run_dir.path / "log.txt").write_text("step 3\nloss is <nan> & gone\n")
+            run_dir.write_failure("loss is <nan> & gone")
         else:
-            _write_run(run_folder.path, run, final[run.cell])
+            _write_run(run_dir.path, run, final[run.cell])
     return path
 
 
@@ -121,12 +115,12 @@ def _write_run(path: Path, run: RunSpec, final: float) -> None:
 @pytest.fixture(scope="session")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of three variants and the two controls."""
-    question = ComparisonConfig(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
-    return write_study(tmp_path_factory.mktemp("made") / "study", question, FINAL)
+    config = ComparisonConfig(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
+    return write_study(tmp_path_factory.mktemp("made") / "study", config, FINAL)
 
 
 @pytest.fixture(scope="session")
 def hostile_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study with text in it that would break a careless page, and a variant that failed throughout."""
-    question = ComparisonConfig(data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000)
-    return write_study(tmp_path_factory.mktemp("made") / "hostile", question, FINAL, fail="euler@gpt2")
+    """A study with text that must be escaped, and a variant whose runs all failed."""
+    config = ComparisonConfig(data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000)
+    return write_study(tmp_path_factory.mktemp("made") / "hostile", config, FINAL, fail="euler@gpt2")

@@ -4,255 +4,264 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from input_errors import raises_code
 from qkflow.errors import InputError
-from qkflow.studies import Comparison, compare, rebuild_report
-from qkflow.studies.compare import TrainingCost, affordable_steps, parse_comparison_config
-from qkflow.studies.grid import (
-    CALIBRATION_SEEDS,
-    CALIBRATION_STEPS,
-    TUNING_SEED,
-    ComparisonConfig,
-    build_grid,
-)
+from qkflow.report import write_outputs
+from qkflow.studies import Comparison, ComparisonConfig, StudySummary, compare, load_comparison
+from qkflow.studies.compare import TrainingCost, affordable_steps
+from qkflow.studies.grid import CALIBRATION_SEEDS, CALIBRATION_STEPS, TUNING_SEED, build_grid
+from qkflow.studies.plan import StudyPlan
 from qkflow.studies.runner.study_dir import StudyDir
 from toy_study import TOY
 
+Study = dict[str, Any]
 
-def starts(folder: Path) -> dict[str, int]:
-    """How often a worker was started, run by run."""
+
+def count_starts(folder: Path) -> dict[str, int]:
+    """Return how often the worker of each run was started."""
     return {
         run.name: len((run / "starts.txt").read_text().splitlines()) for run in (folder / "runs").iterdir()
     }
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     folder = tmp_path_factory.mktemp("studies") / "whole"
     return compare("toy text", variants="standard,euler,broken@gpt2", out=folder, **TOY)
 
 
-def test_says_what_helps_and_what_failed_and_finishes_the_rest(answer: Comparison) -> None:
-    rows = {row["variant"]: row for row in answer.rows}
+def test_verdicts_and_failed_runs(comparison: Comparison) -> None:
+    rows = {row["variant"]: row for row in comparison.rows}
     assert rows["standard"]["verdict"] == "reference"
     assert rows["euler"]["verdict"] == "helps"
     assert rows["euler"]["high"] < 0
     assert 0 < rows["euler"]["tokens_to_target"] < 1
     assert rows["euler"]["seeds"] == 3
     assert rows["broken@gpt2"]["verdict"] == "no verdict"
-    assert answer.verdicts["euler"].startswith("euler helps: its perplexity is")
-    failed = answer.summary["runs"]["failed"]
-    assert [(run["cell"], run["seed"]) for run in failed] == [("broken@gpt2", seed) for seed in range(3)]
-    assert failed[0]["error"] == "RuntimeError: the toy exploded on <b>purpose</b>"
-    assert not answer.complete
+    assert comparison.verdicts["euler"].startswith("euler helps: its perplexity is")
+    failed = comparison.summary.runs.failed
+    assert [(run.cell, run.seed) for run in failed] == [("broken@gpt2", seed) for seed in range(3)]
+    assert failed[0].error == "RuntimeError: the toy exploded on <b>purpose</b>"
+    assert not comparison.is_complete
 
 
-def test_the_reference_is_the_best_started_standard_model(answer: Comparison) -> None:
-    reference = answer.summary["reference"]
-    losses = {start["init"]: start["loss"] for start in reference["by_init"]}
+def test_reference_is_the_best_init_of_the_standard_model(comparison: Comparison) -> None:
+    reference = comparison.summary.reference
+    assert reference is not None
+    losses = {init.init: init.loss for init in reference.by_init}
     assert set(losses) == {"gpt2", "fan_in"}
-    assert losses[reference["best_init"]] == min(losses.values()) == reference["loss"]
+    assert losses[reference.best_init] == min(filter(None, losses.values())) == reference.loss
 
 
-def test_leaves_every_output(answer: Comparison) -> None:
-    summary = json.loads((answer.folder / "summary.json").read_text())
-    assert summary == json.loads(json.dumps(answer.summary))
+def test_write_outputs(comparison: Comparison) -> None:
+    write_outputs(comparison)
+    summary = json.loads((comparison.folder / "summary.json").read_text())
+    assert summary == comparison.summary.to_dict()
+    assert StudySummary.from_dict(summary) == comparison.summary
     assert summary["environment"] == {"commit": "0000000", "threads": "1"}
-    with open(answer.folder / "summary.csv", newline="") as file:
+    with open(comparison.folder / "summary.csv", newline="") as file:
         table = list(csv.DictReader(file))
     assert [row["variant"] for row in table] == ["standard", "euler", "broken@gpt2"]
     assert float(table[1]["low"]) == pytest.approx(summary["variants"][0]["difference"]["low"])
-    with open(answer.folder / "curves.csv", newline="") as file:
+    with open(comparison.folder / "curves.csv", newline="") as file:
         assert len({row["run"] for row in csv.DictReader(file)}) == 12
-    frame = answer.to_dataframe()
+    frame = comparison.to_dataframe()
     assert frame.set_index("variant").loc["euler", "percent_high"] < 0
-    study = yaml.safe_load((answer.folder / "study.yaml").read_text())
+    study = yaml.safe_load((comparison.folder / "study.yaml").read_text())
     assert study["command"].startswith(
         "qkflow compare --data 'toy text' --variants standard,euler,broken@gpt2"
     )
 
 
-def test_asked_again_only_failures_are_tried_again_and_more_may_be_asked(answer: Comparison) -> None:
-    before = starts(answer.folder)
-    more = compare("toy text", variants="standard,euler,broken@gpt2,drift@gpt2", out=answer.folder, **TOY)
-    after = starts(answer.folder)
+def test_repeated_call_runs_only_failed_and_new_runs(comparison: Comparison) -> None:
+    before = count_starts(comparison.folder)
+    variants = "standard,euler,broken@gpt2,drift@gpt2"
+    more = compare("toy text", variants=variants, out=comparison.folder, **TOY)
+    after = count_starts(comparison.folder)
     assert all(after[run] == 1 for run in before if not run.startswith("broken"))
     assert all(after[run] == 2 for run in before if run.startswith("broken"))
     assert {run.split(".")[0] for run in after.keys() - before.keys()} == {"drift-gpt2"}
-    assert more.summary["variants"][0]["loss_by_seed"] == answer.summary["variants"][0]["loss_by_seed"]
+    assert more.summary.variants[0].loss_by_seed == comparison.summary.variants[0].loss_by_seed
     assert {row["variant"] for row in more.rows} == {"standard", "euler", "broken@gpt2", "drift@gpt2"}
-    assert rebuild_report(answer.folder).summary == more.summary
+    assert load_comparison(comparison.folder).summary == more.summary
 
 
-def test_another_question_is_not_written_over_the_first(answer: Comparison) -> None:
-    with pytest.raises(InputError, match="holds a comparison with preset tiny, not small"):
-        compare("toy text", variants="euler", preset="small", out=answer.folder, **TOY)
+def test_folder_of_another_comparison_is_rejected(comparison: Comparison) -> None:
+    with raises_code("other-study"):
+        compare("toy text", variants="euler", preset="small", out=comparison.folder, **TOY)
 
 
-def test_learning_rates_are_tuned_on_a_seed_apart(tmp_path: Path) -> None:
-    ask = {"variants": "euler@gpt2", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
-    found = compare("toy", out=tmp_path / "s", tune_lr=True, lr_factors="0.01,1", **ask)
-    tried = {row["cell"]: row for row in found.summary["learning_rates"]}
-    assert set(tried) == {"standard@gpt2", "euler@gpt2"}
-    for row in tried.values():
-        assert [one["lr"] for one in row["tried"]] == pytest.approx([0.003, 0.3])
-        assert row["chosen"] == 0.3
-        assert row["at_edge"]
-    seeds = {(run.phase, run.seed) for run in found.runs}
-    assert seeds == {("tune", TUNING_SEED), ("compare", 0)}
-    kept = {run.phase for run in found.runs if (found.folder / "runs" / run.id / "model").exists()}
-    assert kept == {"compare"}  # weights that only served to choose a rate are let go of
-    assert {row["lr"] for row in found.rows} == {0.3}
+def test_learning_rates_are_tuned_on_a_separate_seed(tmp_path: Path) -> None:
+    settings = {"variants": "euler@gpt2", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    comparison = compare("toy", out=tmp_path / "s", tune_lr=True, lr_factors="0.01,1", **settings)
+    searches = {search.cell: search for search in comparison.summary.learning_rates}
+    assert set(searches) == {"standard@gpt2", "euler@gpt2"}
+    for search in searches.values():
+        assert [trial.lr for trial in search.tried] == pytest.approx([0.003, 0.3])
+        assert search.chosen == 0.3
+        assert search.at_edge
+    assert {(run.phase, run.seed) for run in comparison.runs} == {("tune", TUNING_SEED), ("compare", 0)}
+    runs = comparison.folder / "runs"
+    assert {run.phase for run in comparison.runs if (runs / run.id / "model").exists()} == {"compare"}
+    assert {row["lr"] for row in comparison.rows} == {0.3}
+    assert StudySummary.from_dict(comparison.summary.to_dict()) == comparison.summary
 
 
-def test_equal_flops_give_the_dearer_model_fewer_tokens(tmp_path: Path) -> None:
-    ask = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "match": "flops", **TOY}
-    found = compare("toy", out=tmp_path / "s", **ask)
-    tokens = {row["variant"]: row["tokens"] for row in found.rows}
+def test_match_flops_gives_the_more_expensive_model_fewer_tokens(tmp_path: Path) -> None:
+    settings = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "match": "flops", **TOY}
+    comparison = compare("toy", out=tmp_path / "s", **settings)
+    tokens = {row["variant"]: row["tokens"] for row in comparison.rows}
     assert tokens == {"standard": 640, "euler": 512}  # the toy counts 1.25 times the FLOPs for euler
-    assert found.rows[0]["flops"] == found.rows[1]["flops"]
-    count = sum(starts(tmp_path / "s").values())
-    compare("toy", out=tmp_path / "s", **ask)
-    assert sum(starts(tmp_path / "s").values()) == count
+    assert comparison.rows[0]["flops"] == comparison.rows[1]["flops"]
+    count = sum(count_starts(tmp_path / "s").values())
+    compare("toy", out=tmp_path / "s", **settings)
+    assert sum(count_starts(tmp_path / "s").values()) == count
 
 
-def test_minutes_become_tokens(tmp_path: Path) -> None:
-    """Measured costs are planted as finished runs, so that nothing depends on this machine's speed."""
-    ask = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "minutes": 0.2}
-    settings = (
-        {k: v for k, v in TOY.items() if k in ComparisonConfig.__dataclass_fields__} | ask | {"tokens": None}
+def test_minutes_are_converted_to_tokens(tmp_path: Path) -> None:
+    """Finished calibration runs are written beforehand, so that the speed of this machine does not matter."""
+    settings = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "minutes": 0.2}
+    settings = {**TOY, **settings, "tokens": None}
+    config = ComparisonConfig.parse(
+        data="toy", **{k: v for k, v in settings.items() if k in ComparisonConfig.__dataclass_fields__}
     )
-    grid, folder = (
-        build_grid(parse_comparison_config("toy", settings), TOY["parts"]),
-        StudyDir(tmp_path / "s"),
-    )
+    grid, study_dir = build_grid(config, TOY["components"]), StudyDir(tmp_path / "s")
     tokens = dict.fromkeys(("standard", "euler"), CALIBRATION_STEPS * 32)
     for run in grid.build_runs("calibrate", CALIBRATION_SEEDS, tokens_by_model=tokens):
         result = {"status": "finished", "step_seconds": 0.5, "flops_per_token": 1.0}
-        folder.run_dir(run.id).write_config(run.config)
-        (folder.run_dir(run.id).path / "result.json").write_text(json.dumps(result))
-    folder.save({"config": grid.config.to_dict(), "arms": [], "budgets": {}, "runs": []})
-    found = compare("toy", out=tmp_path / "s", **{**TOY, **ask, "tokens": None}, jobs=2)
-    assert {row["variant"]: row["tokens"] for row in found.rows} == {"standard": 24 * 32, "euler": 24 * 32}
-    assert folder.load()["budgets"] == {"standard": 768, "euler": 768}
+        study_dir.run_dir(run.id).write_config(run.config)
+        (study_dir.run_dir(run.id).path / "result.json").write_text(json.dumps(result))
+    StudyPlan(config, "", (), {}, jobs=2, runs=()).save(study_dir)
+    comparison = compare("toy", out=tmp_path / "s", **settings, jobs=2)
+    assert {row["variant"]: row["tokens"] for row in comparison.rows} == {"standard": 768, "euler": 768}
+    assert study_dir.load()["budgets"] == {"standard": 24 * 32, "euler": 24 * 32}
 
 
-def test_minutes_are_shared_out_over_runs_and_jobs() -> None:
+def test_affordable_steps() -> None:
     cost = TrainingCost(step_seconds=0.1, flops_per_token=1.0, overhead_seconds=2.0)
-    # 10 runs, 4 at a time, are 3 rounds of 20 s, 2 s of which go around the steps.
+    # 10 runs, 4 at a time, are 3 rounds of 20 s, each with 2 s of overhead
     assert affordable_steps(1.0, n_runs=10, jobs=4, cost=cost) == 180
-    with pytest.raises(InputError, match=r"too short for 10 runs, 1 at a time; give at least 0\.67"):
+    with raises_code("minutes-too-short") as error:
         affordable_steps(0.5, n_runs=10, jobs=1, cost=cost)
+    assert "0.67" in str(error.value)
 
 
-def test_a_corpus_that_cannot_be_prepared_leaves_nothing_behind(tmp_path: Path) -> None:
-    def prepare(question: object) -> dict[str, Any]:
-        raise InputError("unknown corpus")
+def test_failed_corpus_preparation_writes_nothing(tmp_path: Path) -> None:
+    def prepare(config: ComparisonConfig) -> dict[str, Any]:
+        raise InputError("unknown corpus", code="unknown-corpus")
 
-    with pytest.raises(InputError, match="unknown corpus"):
-        compare("toy", variants="euler", out=tmp_path / "s", **{**TOY, "prepare": prepare})
+    with raises_code("unknown-corpus"):
+        compare("toy", variants="euler", out=tmp_path / "s", **{**TOY, "prepare_data": prepare})
     assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "hint"),
+    ("change", "code"),
     [
-        ({"seeds": 1}, "a verdict needs at least 3 seeds"),
-        ({"variants": "eulr"}, "did you mean 'euler'"),
-        ({"engine": "locl"}, "did you mean 'local'"),
-        ({"jobs": 0}, "--jobs"),
-        ({"tokens": "lots"}, "write e.g. 200k"),
-        ({"lr_factors": "x"}, "--lr-factors must be numbers"),
+        ({"seeds": 1}, "too-few-seeds"),
+        ({"variants": "eulr"}, "unknown-variant"),
+        ({"engine": "locl"}, "unknown-engine"),
+        ({"jobs": 0}, "invalid-jobs"),
+        ({"threads": 0}, "invalid-threads"),
+        ({"tokens": "lots"}, "invalid-count"),
+        ({"lr_factors": "x"}, "invalid-lr-factors"),
+        ({"preset": "tinny"}, "unknown-preset"),
+        ({"variant": "euler"}, "unknown-setting"),
     ],
 )
-def test_bad_input_leaves_nothing_behind(change: dict[str, Any], hint: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=hint):
+def test_bad_settings_write_nothing(change: dict[str, Any], code: str, tmp_path: Path) -> None:
+    with raises_code(code):
         compare("toy", **{"variants": "euler", **TOY, **change}, out=tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize(
-    ("variant", "hint"), [("leapfrog:n=0", "variant 'leapfrog:n=0': "), ("slow:P=0", "variant 'slow:P=0': ")]
-)
-def test_what_cannot_be_built_leaves_nothing_behind(variant: str, hint: str, tmp_path: Path) -> None:
-    asked = {key: value for key, value in TOY.items() if key != "parts"}
-    with pytest.raises(InputError, match=hint):
-        compare("toy", variants=f"standard,{variant}", out=tmp_path / "s", **asked)
+@pytest.mark.parametrize("variant", ["leapfrog:n=0", "slow:P=0"])
+def test_models_that_cannot_be_built_write_nothing(variant: str, tmp_path: Path) -> None:
+    settings = {key: value for key, value in TOY.items() if key != "components"}
+    with pytest.raises(InputError) as error:
+        compare("toy", variants=f"standard,{variant}", out=tmp_path / "s", **settings)
+    assert f"'{variant}'" in str(error.value)
     assert not (tmp_path / "s").exists()
 
 
-def _without(key: str, part: str | None = None) -> Any:
-    def harm(study: dict[str, Any]) -> dict[str, Any]:
-        inner = study if part is None else study[part] if part == "question" else study[part][0]
+def _without(key: str, part: str | None = None) -> Callable[[Study], Study]:
+    def damage(study: Study) -> Study:
+        inner = study if part is None else study[part] if part == "config" else study[part][0]
         del inner[key]
         return study
 
-    return harm
+    return damage
 
 
 @pytest.mark.parametrize(
-    ("harm", "hint"),
+    ("damage", "named"),
     [
-        (_without("confidence", "question"), "'question' does not say 'confidence'"),
-        (_without("cells", "arms"), "'arms' does not say 'cells'"),
-        (_without("seed", "runs"), "'runs' does not say 'seed'"),
-        (lambda study: {**study, "config": 5}, "is not what `qkflow compare` writes"),
-        (lambda study: {**study, "runs": [5]}, "runs' must be a mapping"),
-        (lambda study: {**study, "config": {**study["config"], "confidence": "x"}}, "must be a number"),
+        (_without("confidence", "config"), "confidence"),
+        (_without("cells", "arms"), "arms"),
+        (_without("seed", "runs"), "seed"),
+        (_without("budgets"), "budgets"),
+        (lambda study: {**study, "config": 5}, "config"),
+        (lambda study: {**study, "runs": [5]}, "runs"),
+        (lambda study: {**study, "config": {**study["config"], "confidence": "x"}}, "confidence"),
+        (lambda study: {**study, "config": {**study["config"], "starts": ["gpt2"]}}, "config.inits"),
     ],
 )
-def test_a_damaged_study_is_one_sentence(answer: Comparison, harm: Any, hint: str, tmp_path: Path) -> None:
-    study = harm(yaml.safe_load((answer.folder / "study.yaml").read_text()))
+def test_corrupt_study_file(
+    comparison: Comparison, damage: Callable[[Study], Study], named: str, tmp_path: Path
+) -> None:
+    study = damage(yaml.safe_load((comparison.folder / "study.yaml").read_text()))
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
-    with pytest.raises(InputError, match=hint):
-        rebuild_report(tmp_path)
-
-
-def test_a_study_that_is_no_text_or_has_lost_its_budgets(answer: Comparison, tmp_path: Path) -> None:
-    (tmp_path / "study.yaml").write_bytes(b"question: \xff\xfe")
-    with pytest.raises(InputError, match=r"study\.yaml is not a text file"):
-        rebuild_report(tmp_path)
-    study = _without("budgets")(yaml.safe_load((answer.folder / "study.yaml").read_text()))
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
-    with pytest.raises(InputError, match="budgets' must be a mapping"):
-        compare("toy text", variants="standard,euler,broken@gpt2", out=tmp_path, **TOY)
-
-
-def test_what_a_worker_calls_bad_input_stops_the_comparison(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="picky@gpt2: option 'm' of coupling 'picky' is unknown"):
-        compare("toy", variants="picky", inits="gpt2", out=tmp_path / "s", jobs=1, **TOY)
-
-
-def test_a_folder_of_something_else_or_in_use_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="holds something else"):
-        compare("toy", variants="euler", out=tmp_path, **TOY)
-    with pytest.raises(InputError, match="is a file"):
-        compare("toy", variants="euler", out=tmp_path / "notes.txt", **TOY)
-    with (
-        StudyDir(tmp_path / "s").lock(),
-        pytest.raises(InputError, match="another comparison is at work"),
+    for read in (
+        lambda: load_comparison(tmp_path),
+        lambda: compare("toy text", variants="standard,euler", out=tmp_path, **TOY),
     ):
+        with raises_code("corrupt-study") as error:
+            read()
+        assert named in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"config: \xff\xfe", b"config: {", b"- 1"])
+def test_study_file_that_is_not_yaml(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_bytes(content)
+    with raises_code("corrupt-study"):
+        load_comparison(tmp_path)
+
+
+def test_bad_input_of_a_worker_stops_the_comparison(tmp_path: Path) -> None:
+    with raises_code("unknown-option") as error:
+        compare("toy", variants="picky", inits="gpt2", out=tmp_path / "s", jobs=1, **TOY)
+    assert str(error.value).startswith("picky@gpt2: option 'm' of coupling 'picky' is unknown")
+
+
+def test_unusable_or_locked_folders_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with raises_code("folder-not-empty"):
+        compare("toy", variants="euler", out=tmp_path, **TOY)
+    with raises_code("not-a-folder"):
+        compare("toy", variants="euler", out=tmp_path / "notes.txt", **TOY)
+    with StudyDir(tmp_path / "s").lock(), raises_code("folder-locked"):
         compare("toy", variants="euler", out=tmp_path / "s", **TOY)
-    with pytest.raises(InputError, match="is not a comparison"):
-        rebuild_report(tmp_path)
+    with raises_code("not-a-study"):
+        load_comparison(tmp_path)
 
 
-def test_the_corpus_is_prepared_once_and_its_fingerprint_is_part_of_every_run(tmp_path: Path) -> None:
-    asked: list[str] = []
+def test_corpus_is_prepared_once_and_its_fingerprint_is_in_every_run(tmp_path: Path) -> None:
+    prepared: list[str] = []
 
-    def prepare(question: Any) -> dict[str, str]:
-        asked.append(question.data)
+    def prepare(config: ComparisonConfig) -> dict[str, str]:
+        prepared.append(config.data)
         return {"fingerprint": "abc"}
 
-    ask = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
-    found = compare("toy", out=tmp_path / "s", **{**ask, "prepare": prepare})
-    assert asked == ["toy"]
-    for run in found.runs:
-        config = yaml.safe_load((found.folder / "runs" / run.id / "config.yaml").read_text())
+    settings = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    comparison = compare("toy", out=tmp_path / "s", **{**settings, "prepare_data": prepare})
+    assert prepared == ["toy"]
+    for run in comparison.runs:
+        config = yaml.safe_load((comparison.folder / "runs" / run.id / "config.yaml").read_text())
         assert config["data"]["fingerprint"] == "abc"

@@ -1,7 +1,7 @@
-"""The papers' own questions as comparisons anyone can run: `qkflow reproduce NAME`.
+"""The comparisons of the papers, as studies for any corpus: `qkflow reproduce NAME`.
 
-No recipe of these papers is public, so what comes out is consistent with them or not; it is never "the"
-reproduction. Each question is one or more comparisons, one after the other, each in a folder of its own.
+The papers' training recipes are not public. The outcome is therefore consistent with a paper or not; it is
+never *the* reproduction. Each study is one or more comparisons, each in its own folder.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from qkflow import files
+from qkflow.config_io import parse_count
 from qkflow.errors import unknown
-from qkflow.studies.compare import Comparison, compare, parse_comparison_config
+from qkflow.report import write_outputs
+from qkflow.studies.compare import Comparison, compare
 from qkflow.studies.slow_path_findings import gate_findings
 
 FindingsFn = Callable[[Comparison], dict[str, Any]]
@@ -21,7 +23,7 @@ FindingsFn = Callable[[Comparison], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Stage:
-    """One comparison of a study; `longer` multiplies the tokens asked for."""
+    """One comparison of a study."""
 
     name: str
     variants: tuple[str, ...]
@@ -30,7 +32,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class PaperStudy:
-    """A paper's question: its comparisons, and what is read from each beyond losses."""
+    """A paper's claim and the comparisons that test it. `findings` computes results beyond losses."""
 
     paper: str
     claim: str
@@ -85,24 +87,25 @@ def reproduce(
     execution_kwargs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Ask a paper's question; `settings` are those of `Question`, `execution` those of `compare`.
+    """Run the comparisons of a paper; return their summaries and findings, as stored in `findings.json`.
 
-    `shown` is called after each comparison. What was found is in `findings.json` of the folder as well.
+    `settings` are fields of `ComparisonConfig`, `execution_kwargs` the other arguments of `compare`.
     """
     study = get_paper_study(name)
-    known = {stage.name: stage for stage in study.stages}
-    for wanted in stages:
-        if wanted not in known:
-            raise unknown(f"stage of {name}", wanted, known)
+    stages_by_name = {stage.name: stage for stage in study.stages}
+    for stage_name in stages:
+        if stage_name not in stages_by_name:
+            raise unknown(f"stage of {name}", stage_name, stages_by_name)
     values = {"tokens": study.tokens, "seeds": study.seeds, **study.settings, **settings}
-    tokens = parse_comparison_config("", {"tokens": values.pop("tokens")}).tokens or 0
-    answer: dict[str, Any] = {"study": name, "paper": study.paper, "claim": study.claim, "stages": {}}
-    for stage in (known[wanted] for wanted in stages or known):
+    tokens = parse_count(values.pop("tokens"))
+    report: dict[str, Any] = {"study": name, "paper": study.paper, "claim": study.claim, "stages": {}}
+    for stage in (stages_by_name[stage_name] for stage_name in stages or stages_by_name):
         budget = {"variants": stage.variants, "tokens": tokens * stage.token_multiplier}
         comparison = compare(out=Path(out) / stage.name, **{**values, **budget}, **(execution_kwargs or {}))
-        found = study.findings(comparison) if study.findings else {}
-        answer["stages"][stage.name] = {"summary": comparison.summary, **found}
+        write_outputs(comparison)
+        findings = study.findings(comparison) if study.findings else {}
+        report["stages"][stage.name] = {"summary": comparison.summary.to_dict(), **findings}
         if on_stage_end:
-            on_stage_end(stage, comparison, found)
-    files.write_json(Path(out) / "findings.json", answer)
-    return answer
+            on_stage_end(stage, comparison, findings)
+    files.write_json(Path(out) / "findings.json", report)
+    return report

@@ -1,25 +1,26 @@
-"""Reports: what a study found, for people (report.html, a terminal table) and for programs (JSON, CSV).
+"""Reports of studies: report.html, JSON, CSV and a terminal table. Takes `studies.results`; runs nothing.
 
-Takes the plain summary of a study and its runs; knows nothing of how they came about.
+figures   Plotly figures as plain dicts
+tables    CSV files, the terminal table, number formats
+page      report.html from the templates
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qkflow.studies.analysis import RunData
+    from qkflow.studies import Comparison
 
 
-def write_outputs(folder: Path, summary: dict[str, Any], runs: Sequence[RunData]) -> None:
-    """Write summary.json, summary.csv, curves.csv and report.html into a study's folder."""
+def write_outputs(comparison: Comparison) -> None:
+    """Write summary.json, summary.csv, curves.csv and report.html into the study's folder."""
     from qkflow.files import write_atomic, write_json
     from qkflow.report.page import render_report
     from qkflow.report.tables import curves_csv, summary_csv
 
-    write_json(folder / "summary.json", summary)
+    folder, summary, runs = comparison.folder, comparison.summary, comparison.compared_runs
+    write_json(folder / "summary.json", summary.to_dict())
     write_atomic(folder / "summary.csv", summary_csv(summary))
     write_atomic(folder / "curves.csv", curves_csv(runs))
     write_atomic(folder / "report.html", render_report(summary, runs))

@@ -1,26 +1,27 @@
-"""The figures of a report, as plain Plotly dicts: the page draws them, so making them needs no Plotly.
+"""The figures of a report, as plain Plotly dicts: the page draws them with plotly.js.
 
-A variant has one colour everywhere (after Okabe & Ito 2008, told apart by colour-blind readers), the
-reference is grey. Text and grid colours are set by the page, which knows whether it is light or dark.
+A variant has the same color in all figures (after Okabe & Ito 2008, safe for color-blind readers); the
+reference is gray. report.js sets the colors of text and grid, for light and dark mode.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qkflow.report.tables import all_rows, format_number
-from qkflow.studies.stats import perplexity_percent_change
+from qkflow.report.tables import format_number
+from qkflow.studies.stats import PairedDifference, perplexity_percent_change
 
 if TYPE_CHECKING:
     from qkflow.studies.analysis import RunData
+    from qkflow.studies.results import ArmSummary, StudySummary
 
 REFERENCE_COLOR = "#808080"
 PALETTE = ("#1A80C4", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A6761D", "#8C6BB1")
-DASHES = ("solid", "dash", "dashdot", "longdash")  # once the colours are used up
+DASHES = ("solid", "dash", "dashdot", "longdash")  # the next one for every repetition of the palette
 
 PROBE_TITLES = {
     "step_size": "Learned step size Δ",
@@ -36,8 +37,8 @@ PROBE_TITLES = {
     "qk_rank": "Stable rank of W_QK",
     "ov_rank": "Stable rank of W_OV",
     "effective_pace": "Effective pace (‖ΔQK‖/‖QK‖)/(‖ΔOV‖/‖OV‖)",
-    "qk_change": "Way of QK from its start ‖ΔQK‖/‖QK‖",
-    "ov_change": "Way of OV from its start ‖ΔOV‖/‖OV‖",
+    "qk_change": "Change of QK since init ‖ΔQK‖/‖QK‖",
+    "ov_change": "Change of OV since init ‖ΔOV‖/‖OV‖",
     "ov_balance": "Balance ‖W_OᵀW_O − W_VW_Vᵀ‖",
     "slow_gate": "Gate |g|",
     "slow_share": "Slow share ‖g⊙ũ‖/‖x‖",
@@ -49,43 +50,47 @@ Figure = dict[str, Any]
 Curve = list[tuple[float, float, float, float]]  # (step, tokens, seconds, loss)
 
 
-def variant_styles(summary: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Colour and dash of every variant, the same in all figures."""
-    found = {}
-    for i, row in enumerate(summary["variants"]):
-        found[row["variant"]] = {
+def variant_styles(summary: StudySummary) -> dict[str, dict[str, str]]:
+    """Return color and dash of every arm."""
+    styles = {
+        arm.variant: {
             "color": PALETTE[i % len(PALETTE)],
             "dash": DASHES[i // len(PALETTE) % len(DASHES)],
         }
-    if summary["reference"]:
-        found[summary["reference"]["variant"]] = {"color": REFERENCE_COLOR, "dash": "solid"}
-    return found
+        for i, arm in enumerate(summary.variants)
+    }
+    if summary.reference:
+        styles[summary.reference.variant] = {"color": REFERENCE_COLOR, "dash": "solid"}
+    return styles
 
 
-def differences_figure(summary: dict[str, Any]) -> Figure | None:
-    """Every variant at its best start against the reference: mean, interval, and each seed above it."""
-    rows = [row for row in reversed(summary["variants"]) if row["difference"]]
-    style, traces = variant_styles(summary), []
-    for place, row in enumerate(rows):
-        colour = style[row["variant"]]["color"]
-        traces.append(_seed_trace(row, summary["reference"], place + 0.24, colour))
-        name = f"{row['variant']} from {row['best_init']}"
-        traces.append(_interval_trace(row["difference"], place, colour, name, emphasized=True))
-    return _rows_figure(traces, [row["variant"] for row in rows], row_height=62) if rows else None
-
-
-def same_init_figure(summary: dict[str, Any]) -> Figure | None:
-    """Every variant from every start, against the standard model from that start."""
-    style, traces = variant_styles(summary), []
+def differences_figure(summary: StudySummary) -> Figure | None:
+    """Draw every variant at its best init against the reference: mean, interval, and a dot per seed."""
+    if summary.reference is None:
+        return None
+    styles, traces = variant_styles(summary), []
     names: list[str] = []
-    for row in reversed(summary["variants"]):
-        for start in reversed(row["by_init"]):
-            if start["same_init_difference"]:
-                name = f"{row['variant']} · {start['against'].partition('@')[2]}"
-                colour = style[row["variant"]]["color"]
-                traces.append(
-                    _interval_trace(start["same_init_difference"], len(names), colour, name, emphasized=False)
-                )
+    for arm in reversed(summary.variants):
+        if arm.difference:
+            y, color = len(names), styles[arm.variant]["color"]
+            label = f"{arm.variant} with {arm.best_init}"
+            traces.append(_seed_trace(arm, summary.reference, y + 0.24, color))
+            traces.append(_interval_trace(arm.difference, y, color, label, emphasized=True))
+            names.append(arm.variant)
+    return _rows_figure(traces, names, row_height=62) if names else None
+
+
+def same_init_figure(summary: StudySummary) -> Figure | None:
+    """Draw every variant with every init against the standard model with the same init."""
+    styles, traces = variant_styles(summary), []
+    names: list[str] = []
+    for arm in reversed(summary.variants):
+        for init in reversed(arm.by_init):
+            if init.same_init_difference:
+                name = f"{arm.variant} · {init.against.partition('@')[2]}"
+                color = styles[arm.variant]["color"]
+                trace = _interval_trace(init.same_init_difference, len(names), color, name, emphasized=False)
+                traces.append(trace)
                 names.append(name)
     return _rows_figure(traces, names, row_height=34) if names else None
 
@@ -106,11 +111,11 @@ def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int
 
 
 def _interval_trace(
-    difference: dict[str, Any], y: float, color: str, text: str, emphasized: bool
+    difference: PairedDifference, y: float, color: str, text: str, emphasized: bool
 ) -> dict[str, Any]:
-    mean, low, high = (difference["percent"][name] for name in ("mean", "low", "high"))
-    bars = {}
-    said = f"{text}<br>{format_number(mean, '+.2f')}%"
+    mean, low, high = (difference.percent[name] for name in ("mean", "low", "high"))
+    bars: dict[str, Any] = {}
+    hover_text = f"{text}<br>{format_number(mean, '+.2f')}%"
     if mean is not None and low is not None and high is not None:
         bars = {
             "type": "data",
@@ -121,11 +126,11 @@ def _interval_trace(
             "width": 7 if emphasized else 5,
             "color": color,
         }
-        said += f" ({format_number(low, '+.2f')} to {format_number(high, '+.2f')})"
+        hover_text += f" ({format_number(low, '+.2f')} to {format_number(high, '+.2f')})"
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [mean],  # nothing is drawn where that is more than a number can hold
+        "x": [mean],  # None, where exp overflows, draws nothing
         "y": [y],
         "error_x": bars,
         "marker": {
@@ -133,14 +138,13 @@ def _interval_trace(
             "size": 12 if emphasized else 8,
             "symbol": "circle" if emphasized else "diamond",
         },
-        "hovertemplate": said + "<extra></extra>",
+        "hovertemplate": hover_text + "<extra></extra>",
     }
 
 
-def _seed_trace(row: dict[str, Any], reference: dict[str, Any], y: float, color: str) -> dict[str, Any]:
-    """Each seed's own difference, small."""
-    ours = dict(zip(row["seeds"], row["loss_by_seed"], strict=True))
-    theirs = dict(zip(reference["seeds"], reference["loss_by_seed"], strict=True))
+def _seed_trace(arm: ArmSummary, reference: ArmSummary, y: float, color: str) -> dict[str, Any]:
+    """Draw the difference of each seed as a small dot."""
+    ours, theirs = arm.losses, reference.losses
     seeds = sorted(ours.keys() & theirs.keys())
     return {
         "type": "scatter",
@@ -148,50 +152,50 @@ def _seed_trace(row: dict[str, Any], reference: dict[str, Any], y: float, color:
         "x": [perplexity_percent_change(ours[seed] - theirs[seed]) for seed in seeds],
         "y": [y] * len(seeds),
         "marker": {"color": color, "size": 6, "opacity": 0.55},
-        "text": [f"{row['variant']}, seed {seed}" for seed in seeds],
+        "text": [f"{arm.variant}, seed {seed}" for seed in seeds],
         "hovertemplate": "%{text}: %{x:+.2f}%<extra></extra>",
     }
 
 
-def loss_curve_figure(summary: dict[str, Any], runs: Sequence[RunData], axis: str) -> Figure | None:
-    """Validation loss against `tokens` or `seconds`: mean over seeds with the range of the seeds behind it.
+def loss_curve_figure(
+    summary: StudySummary, runs: Sequence[RunData], axis: Literal["tokens", "seconds"]
+) -> Figure | None:
+    """Draw the validation loss over `axis`: mean over seeds, with the range of the seeds as a band.
 
-    Starts other than a variant's best are there but hidden; the page can show them.
+    Curves of other inits than an arm's best are hidden; a checkbox of the page shows them.
     """
-    style, traces, late = variant_styles(summary), [], []
+    styles, traces, late_losses = variant_styles(summary), [], []
     drawn: set[str] = set()
-    for row in all_rows(summary):
-        for start in sorted(row["by_init"], key=lambda start: start["cell"] != row["cell"]):
-            curve = _mean_eval_curve([run for run in runs if run.cell == start["cell"]], axis)
-            if not curve or start["cell"] in drawn:  # one cell may be a start of two arms
+    for arm in summary.arms:
+        for init in sorted(arm.by_init, key=lambda init: init.cell != arm.cell):
+            curve = _mean_eval_curve([run for run in runs if run.cell == init.cell], axis)
+            if not curve or init.cell in drawn:  # one cell may belong to two arms
                 continue
-            drawn.add(start["cell"])
-            best = start["cell"] == row["cell"]
-            name = f"{row['variant']} from {start['init']}"
-            traces += band_and_line_traces(curve, name, style[row["variant"]], best)
-            late += [point[1] for point in curve if best and point[0] >= 0.2 * curve[-1][0]]
+            drawn.add(init.cell)
+            is_best = init.cell == arm.cell
+            name = f"{arm.variant} with {init.init}"
+            traces += band_and_line_traces(curve, name, styles[arm.variant], is_best)
+            late_losses += [point[1] for point in curve if is_best and point[0] >= 0.2 * curve[-1][0]]
     if not traces:
         return None
-    unit = {
-        "tokens": "training tokens",
-        "seconds": "training seconds, at a run’s undisturbed speed",
-    }[axis]
-    layout = base_layout(unit) | {"height": 380}
-    if late:
-        room = 0.06 * (max(late) - min(late)) + 1e-3
-        layout["yaxis"]["range"] = [min(late) - room, max(late) + room]  # a double click shows all
+    title = {"tokens": "training tokens", "seconds": "training seconds, at the typical speed of a run"}[axis]
+    layout = base_layout(title) | {"height": 380}
+    if late_losses:
+        low, high = min(late_losses), max(late_losses)
+        margin = 0.06 * (high - low) + 1e-3
+        layout["yaxis"]["range"] = [low - margin, high + margin]  # a double click shows all
     return {"data": traces, "layout": layout}
 
 
-def perplexity_gap_figure(summary: dict[str, Any], runs: Sequence[RunData]) -> Figure | None:
-    """How far each variant is from the reference after equally many tokens, all through training."""
-    style, traces = variant_styles(summary), []
-    reference = summary["reference"]
+def perplexity_gap_figure(summary: StudySummary, runs: Sequence[RunData]) -> Figure | None:
+    """Draw the difference of each variant to the reference after equally many tokens, over training."""
+    styles, traces = variant_styles(summary), []
+    reference = summary.reference
     if reference is None:
         return None
-    base = {run.seed: run.curve() for run in runs if run.cell == reference["cell"]}
-    for row in summary["variants"]:
-        ours = _finished_or_all([run for run in runs if run.cell == row["cell"] != reference["cell"]])
+    base = {run.seed: run.curve() for run in runs if run.cell == reference.cell}
+    for arm in summary.variants:
+        ours = _finished_or_all([run for run in runs if run.cell == arm.cell != reference.cell])
         curves = [
             _perplexity_gap_curve(run.curve(), base[run.seed])
             for run in ours
@@ -199,7 +203,7 @@ def perplexity_gap_figure(summary: dict[str, Any], runs: Sequence[RunData]) -> F
         ]
         if curves:
             points = _mean_and_range(curves)
-            traces += band_and_line_traces(points, row["variant"], style[row["variant"]], True, "%{y:+.2f}%")
+            traces += band_and_line_traces(points, arm.variant, styles[arm.variant], True, "%{y:+.2f}%")
     if not traces:
         return None
     layout = base_layout("training tokens") | {"height": 340}
@@ -208,37 +212,39 @@ def perplexity_gap_figure(summary: dict[str, Any], runs: Sequence[RunData]) -> F
 
 
 def _perplexity_gap_curve(ours: Curve, theirs: Curve) -> dict[float, tuple[float, float]]:
-    """Per cent of perplexity by our step, where both have trained; their loss is interpolated in between.
+    """Return {step: (tokens, percent of perplexity)} within the range that both have trained.
 
-    With equal time or FLOPs the two evaluate after different numbers of tokens.
+    Their loss is interpolated: with equal time or FLOPs, the two are evaluated after different tokens.
     """
     tokens, losses = [point[1] for point in theirs], [point[3] for point in theirs]
     return {
-        step: (seen, gap)
-        for step, seen, _, loss in ours
-        if tokens[0] <= seen <= tokens[-1]
-        and (gap := perplexity_percent_change(loss - float(np.interp(seen, tokens, losses)))) is not None
+        step: (x, gap)
+        for step, x, _, loss in ours
+        if tokens[0] <= x <= tokens[-1]
+        and (gap := perplexity_percent_change(loss - float(np.interp(x, tokens, losses)))) is not None
     }
 
 
 def _mean_and_range(
     curves: Sequence[dict[float, tuple[float, float]]],
 ) -> list[tuple[float, float, float, float]]:
-    """(x, mean, lowest, highest) at every step all curves have, of curves of (x, value) by step."""
+    """Return (x, mean, lowest, highest) at every step that all curves have; a curve is {step: (x, value)}."""
     points = []
     for step in sorted(set.intersection(*map(set, curves))):
         xs, values = zip(*(curve[step] for curve in curves), strict=True)
-        mean = sum(value / len(values) for value in values)  # the sum itself may be too large for a number
+        mean = sum(value / len(values) for value in values)  # the sum itself may overflow
         points.append((sum(xs) / len(xs), mean, min(values), max(values)))
     return points
 
 
 def _finished_or_all(runs: Sequence[RunData]) -> Sequence[RunData]:
-    """The finished runs: a mean goes as far as its shortest curve, one just begun would hide the others."""
+    """Return the finished runs, if any: a mean ends with its shortest curve."""
     return [run for run in runs if run.status == "finished"] or runs
 
 
-def _mean_eval_curve(runs: Sequence[RunData], axis: str) -> list[tuple[float, float, float, float]]:
+def _mean_eval_curve(
+    runs: Sequence[RunData], axis: Literal["tokens", "seconds"]
+) -> list[tuple[float, float, float, float]]:
     column = {"tokens": 1, "seconds": 2}[axis]
     curves = [
         {row[0]: (row[column], row[3]) for row in run.curve()}
@@ -284,21 +290,20 @@ def band_and_line_traces(
     return [band, line]
 
 
-def probe_figures(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, Figure]:
-    """One small figure per probe, known ones first: its mean over layers, and every layer switched off."""
-    style = variant_styles(summary)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in all_rows(summary):
-        cell = [run for run in runs if run.cell == row["cell"]]
-        for name in _probe_names(cell):
-            traces = _probe_traces(cell, name, row["variant"], style[row["variant"]])
-            if traces:
-                found.setdefault(name, []).extend(traces)
-    order = [name for name in PROBE_TITLES if name in found] + sorted(found.keys() - PROBE_TITLES.keys())
-    figures = {}
-    for name in order:
-        figures[name] = {"data": found[name], "layout": base_layout("training tokens") | {"height": 290}}
-    return figures
+def probe_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, Figure]:
+    """Draw one small figure per probe: the mean over layers, and each layer, hidden."""
+    styles = variant_styles(summary)
+    traces: dict[str, list[dict[str, Any]]] = {}
+    for arm in summary.arms:
+        cell_runs = [run for run in runs if run.cell == arm.cell]
+        for name in _probe_names(cell_runs):
+            if added := _probe_traces(cell_runs, name, arm.variant, styles[arm.variant]):
+                traces.setdefault(name, []).extend(added)
+    order = [name for name in PROBE_TITLES if name in traces] + sorted(traces.keys() - PROBE_TITLES.keys())
+    return {
+        name: {"data": traces[name], "layout": base_layout("training tokens") | {"height": 290}}
+        for name in order
+    }
 
 
 def probe_title(name: str) -> str:
@@ -313,24 +318,24 @@ def _probe_names(runs: Sequence[RunData]) -> list[str]:
 def _probe_traces(
     runs: Sequence[RunData], name: str, variant: str, style: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Mean over seeds against tokens: of the mean over layers, and of every layer."""
-    sums: dict[float, list[list[float]]] = {}
+    """Draw means over seeds against tokens: of the mean over layers, and of every layer."""
+    by_tokens: dict[float, list[list[float]]] = {}  # values per layer of every run
     for run in runs:
         for row in run.metrics.get("probe", []):
             values = row.get(name)
             values = values if isinstance(values, list) else [values]
             if values and all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-                sums.setdefault(row.get("tokens", row["step"]), []).append(values)
-    if not sums:
+                by_tokens.setdefault(row.get("tokens", row["step"]), []).append(values)
+    if not by_tokens:
         return []
-    layers = min(len(values) for many in sums.values() for values in many)
-    xs = sorted(sums)
+    layers = min(len(values) for runs_values in by_tokens.values() for values in runs_values)
+    xs = sorted(by_tokens)
     traces = []
     for layer in ("mean", *(range(layers) if layers > 1 else ())):
         ys = []
         for x in xs:
-            picked = [sum(v) / len(v) if layer == "mean" else v[int(layer)] for v in sums[x]]
-            ys.append(_round_for_plot(sum(picked) / len(picked)))
+            values = [sum(v) / len(v) if layer == "mean" else v[int(layer)] for v in by_tokens[x]]
+            ys.append(_round_for_plot(sum(values) / len(values)))
         traces.append(
             {
                 "type": "scatter",
@@ -347,10 +352,10 @@ def _probe_traces(
 
 
 def base_layout(x_title: str) -> dict[str, Any]:
-    """What is plotted stands above a figure, as text of the page; so does the legend."""
+    """Return the layout that figures share. Title and legend are text of the page above the figure."""
     axis = {"zeroline": False, "ticks": "outside", "ticklen": 4}
     return {
-        # One line of ticks and a title fit a fixed margin; two that adapt would adapt to each other.
+        # A fixed margin fits one line of ticks and a title; two automatic margins would oscillate.
         "xaxis": {**axis, "tickangle": 0, "title": {"text": x_title, "font": {"size": 12}, "standoff": 8}},
         "yaxis": {**axis, "automargin": True},
         "margin": {"l": 8, "r": 16, "t": 8, "b": 46},
@@ -362,7 +367,7 @@ def base_layout(x_title: str) -> dict[str, Any]:
 
 
 def _round_for_plot(value: float) -> float:
-    """Six digits are more than a plot can show, and half the page's size."""
+    """Round to six digits, which halves the size of the page."""
     return float(f"{value:.6g}")
 
 

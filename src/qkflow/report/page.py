@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that opens offline and asks nothing of the network."""
+"""report.html: one self-contained page that works offline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from qkflow.html import json_for_script
 from qkflow.report import figures
-from qkflow.report.tables import all_rows, format_difference, format_number
+from qkflow.report.tables import format_difference, format_number, format_percent
+from qkflow.studies.results import StudySummary, Verdict
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -15,39 +16,35 @@ if TYPE_CHECKING:
     from qkflow.studies.analysis import RunData
 
 _BADGES = {
-    "helps": ("▼", "helps"),
-    "hurts": ("▲", "hurts"),
-    "no evidence": ("≈", "no evidence"),
-    "no verdict": ("?", "no verdict"),
-    "reference": ("=", "reference"),
+    Verdict.HELPS: "▼",
+    Verdict.HURTS: "▲",
+    Verdict.NO_EVIDENCE: "≈",
+    Verdict.NO_VERDICT: "?",
+    Verdict.REFERENCE: "=",
 }
 
 
-def render_report(summary: dict[str, Any], runs: Sequence[RunData]) -> str:
-    """The whole page as text. Everything users may have written is escaped by the template engine."""
+def render_report(summary: StudySummary, runs: Sequence[RunData]) -> str:
+    """Return the whole page. The template engine escapes all text that users may have written."""
     from plotly.offline import get_plotlyjs
 
-    drawn = _build_figures(summary, runs)
+    figures_by_name = _build_figures(summary, runs)
+    probes = [name for name in figures_by_name if name.startswith("probe-")]
     return load_template("report.html").render(
         summary=summary,
-        config=summary["config"],
-        rows=all_rows(summary),
+        config=summary.config,
         badges=_BADGES,
         styles=figures.variant_styles(summary),
-        figures=drawn,
-        probes={
-            name: figures.probe_title(name.removeprefix("probe-"))
-            for name in drawn
-            if name.startswith("probe-")
-        },
-        layers=_probe_layers(drawn),
-        figures_json=json_for_script(drawn),
+        figures=figures_by_name,
+        probes={name: figures.probe_title(name.removeprefix("probe-")) for name in probes},
+        layers=_probe_layers([figures_by_name[name] for name in probes]),
+        figures_json=json_for_script(figures_by_name),
         plotly_js=get_plotlyjs(),
     )
 
 
 def load_template(name: str) -> Template:
-    """One of the pages in `templates`, ready to be filled in."""
+    """Return one of the pages in `templates`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -59,7 +56,8 @@ def load_template(name: str) -> Template:
     )
     environment.filters |= {
         "number": format_number,
-        "interval": format_difference,
+        "difference": format_difference,
+        "percent": format_percent,
         "count": format_count,
         "bytes": format_bytes,
         "plain": format_value,
@@ -67,31 +65,26 @@ def load_template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def _build_figures(summary: dict[str, Any], runs: Sequence[RunData]) -> dict[str, figures.Figure]:
-    drawn = {
+def _build_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, figures.Figure]:
+    figures_by_name = {
         "differences": figures.differences_figure(summary),
-        "same-start": figures.same_init_figure(summary),
+        "same-init": figures.same_init_figure(summary),
         "gap": figures.perplexity_gap_figure(summary, runs),
         "loss-tokens": figures.loss_curve_figure(summary, runs, "tokens"),
         "loss-seconds": figures.loss_curve_figure(summary, runs, "seconds"),
         **{f"probe-{name}": figure for name, figure in figures.probe_figures(summary, runs).items()},
     }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+    return {name: figure for name, figure in figures_by_name.items() if figure is not None}
 
 
-def _probe_layers(figures_by_name: dict[str, figures.Figure]) -> list[str]:
-    """The layers a reader can choose among in the probes."""
-    found = {
-        t["meta"]["layer"]
-        for name, f in figures_by_name.items()
-        if name.startswith("probe-")
-        for t in f["data"]
-    }
-    return sorted(found - {"mean"}, key=int)
+def _probe_layers(probe_figures: Sequence[figures.Figure]) -> list[str]:
+    """Return the layers that the reader can select in the probe figures."""
+    layers = {trace["meta"]["layer"] for figure in probe_figures for trace in figure["data"]}
+    return sorted(layers - {"mean"}, key=int)
 
 
 def format_count(value: float | None) -> str:
-    """1234567 as 1.23M."""
+    """Format 1234567 as 1.23M."""
     if value is None:
         return "–"
     for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -105,7 +98,7 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A setting or a fact about the machine as one would write it."""
+    """Format an option or a property of the environment."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A study's numbers as flat tables: dicts for data frames, CSV files, a table for the terminal."""
+"""Tables of a study: CSV files, the terminal table, and the number formats that pages share."""
 
 from __future__ import annotations
 
@@ -7,76 +7,38 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qkflow.studies.results import StudySummary, Verdict
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from qkflow.studies.analysis import RunData
+    from qkflow.studies.stats import PairedDifference
 
-_COST_COLUMNS = (
-    "tokens_to_target",
-    "seconds_to_target",
-    "step_time_ratio",
-    "tokens",
-    "flops",
-    "seconds",
-    "step_seconds",
-    "peak_memory_bytes",
-    "parameters",
-)
-_SCIENTIFIC_FROM = 1e9  # from here on a number is shown by its first digits and its size
+_SCIENTIFIC_FROM = 1e9  # larger numbers are shown in scientific notation
 _CURVE_COLUMNS = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "bits_per_byte")
+_VERDICT_STYLES = {
+    Verdict.HELPS: "bold green",
+    Verdict.HURTS: "bold red",
+    Verdict.REFERENCE: "bold",
+    Verdict.NO_VERDICT: "dim",
+}
 
 
-def flat_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One variant as one flat row; the reference has no difference to itself."""
-    difference = row["difference"] or {}
-    percent = difference.get("percent") or {}
-    variance = row["seed_variance_ratio"] or {}
-    return {
-        "variant": row["variant"],
-        "role": row["role"],
-        "verdict": row["verdict"],
-        "best_init": row["best_init"],
-        "lr": row["lr"],
-        "seeds": len(row["seeds"]),
-        "loss": row["loss"],
-        "perplexity": row["perplexity"],
-        "bits_per_byte": row["bits_per_byte"],
-        "difference": difference.get("mean"),
-        "low": difference.get("low"),
-        "high": difference.get("high"),
-        "bootstrap_low": difference.get("bootstrap_low"),
-        "bootstrap_high": difference.get("bootstrap_high"),
-        "p": difference.get("p"),
-        "p_holm": difference.get("p_holm"),
-        "percent": percent.get("mean"),
-        "percent_low": percent.get("low"),
-        "percent_high": percent.get("high"),
-        "seed_variance_ratio": variance.get("ratio"),
-        **{name: row[name] for name in _COST_COLUMNS},
-        "sentence": row["sentence"],
-    }
-
-
-def all_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The reference, then every variant."""
-    reference = summary["reference"]
-    return [*([reference] if reference else []), *summary["variants"]]
-
-
-def summary_csv(summary: dict[str, Any]) -> str:
-    return to_csv(flat_row(row) for row in all_rows(summary))
+def summary_csv(summary: StudySummary) -> str:
+    """Return one line per arm."""
+    return to_csv(arm.to_row() for arm in summary.arms)
 
 
 def curves_csv(runs: Sequence[RunData]) -> str:
-    """Every evaluation of every run."""
+    """Return one line per evaluation of every run."""
     return to_csv(
         {
             "run": run.id,
             "cell": run.cell,
             "seed": run.seed,
             "lr": run.lr,
-            **{k: row.get(k) for k in _CURVE_COLUMNS},
+            **{column: row.get(column) for column in _CURVE_COLUMNS},
         }
         for run in runs
         for row in run.metrics.get("eval", [])
@@ -95,7 +57,7 @@ def to_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str] = ()) -> str:
 
 
 def format_number(value: float | None, format_spec: str = ".3f", missing: str = "–") -> str:
-    """`1.23` by format, `1.23×` where the format ends in ×; a dash where there is nothing."""
+    """Format a number; a format that ends in × keeps it as the unit: `1.23×`."""
     unit = "×" if format_spec.endswith("×") else ""
     if value is None:
         return missing
@@ -103,27 +65,27 @@ def format_number(value: float | None, format_spec: str = ".3f", missing: str = 
 
 
 def format_signed(value: float) -> str:
-    """Per cent with its sign, a true minus, and as many digits as mean something."""
+    """Format a percentage with its sign (a true minus) and three significant digits."""
     if abs(value) >= _SCIENTIFIC_FROM:
         return f"{value:+.2g}"
     return (f"{value:+.1f}" if abs(value) >= 10 else f"{value:+.2f}").replace("-", "−")
 
 
-def format_difference(row: dict[str, Any]) -> tuple[str, str]:
-    """Difference in per cent of perplexity and its interval, as short text."""
-    percent = (row["difference"] or {}).get("percent") or {}
-    if percent.get("mean") is None:
-        return "–", "–"
-    low, high = percent["low"], percent["high"]
-    inside = "–" if low is None or high is None else f"{format_signed(low)}…{format_signed(high)}"
-    return f"{format_signed(percent['mean'])}%", inside
+def format_percent(value: float | None) -> str:
+    return "–" if value is None else f"{format_signed(value)}%"
 
 
-_VERDICT_STYLES = {"helps": "bold green", "hurts": "bold red", "reference": "bold", "no verdict": "dim"}
+def format_difference(difference: PairedDifference | None) -> tuple[str, str]:
+    """Return a difference in percent of perplexity, and its interval, as text."""
+    percent = difference.percent if difference else {}
+    mean, low, high = (percent.get(name) for name in ("mean", "low", "high"))
+    if mean is None or low is None or high is None:
+        return format_percent(mean), "–"
+    return format_percent(mean), f"{format_signed(low)}…{format_signed(high)}"
 
 
-def terminal_table(summary: dict[str, Any]) -> Table:
-    """Fits 80 columns with usual names; the sentences printed below it say the rest."""
+def terminal_table(summary: StudySummary) -> Table:
+    """Return a table that fits 80 columns with names of usual length."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -134,15 +96,16 @@ def terminal_table(summary: dict[str, Any]) -> Table:
     for name in ("ppl", "Δ", "interval", "tokens", "time", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for row in all_rows(summary):
+    for arm in summary.arms:
+        cost = arm.cost
         table.add_row(
-            Text(row["variant"], "bold").append(f"\n{row['best_init']}", "dim not bold"),
-            format_number(row["perplexity"], ".2f"),
-            *format_difference(row),
+            Text(arm.variant, "bold").append(f"\n{arm.best_init}", "dim not bold"),
+            format_number(arm.perplexity, ".2f"),
+            *format_difference(arm.difference),
             *(
-                format_number(row[name], ".2f×")
-                for name in ("tokens_to_target", "seconds_to_target", "step_time_ratio")
+                format_number(ratio, ".2f×")
+                for ratio in (cost.tokens_to_target, cost.seconds_to_target, cost.step_time_ratio)
             ),
-            Text(row["verdict"], _VERDICT_STYLES.get(row["verdict"], "")),
+            Text(arm.verdict, _VERDICT_STYLES.get(arm.verdict, "")),
         )
     return table

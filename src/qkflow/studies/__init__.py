@@ -1,6 +1,7 @@
-"""Studies: grids of paired runs and what they say. `compare(...)` asks whether a variant pays on a corpus."""
+"""Studies: grids of paired runs, their statistics and verdicts. `compare` is the entry point."""
 
-from qkflow.studies.compare import Comparison, compare, rebuild_report
-from qkflow.studies.grid import ComparisonConfig
+from qkflow.studies.compare import Comparison, compare, load_comparison
+from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.results import StudySummary
 
-__all__ = ["Comparison", "ComparisonConfig", "compare", "rebuild_report"]
+__all__ = ["Comparison", "ComparisonConfig", "StudySummary", "compare", "load_comparison"]

@@ -1,48 +1,47 @@
-"""`compare`: does a variant beat the best-started standard model on this corpus, at this size?
+"""`compare`: train variants of attention and the standard model, and judge the differences.
 
-What is done, in order:
-1. measure what a step of every model costs, if the budget is in minutes or matched by time or FLOPs;
-2. with `tune_lr`, give every variant from every start the same learning-rate search, on a seed of its own;
-3. run every variant from every start with the same seeds;
-4. judge: the reference is the standard model from its best start, each variant stands at its best start.
-Everything lies in the study's folder, and everything that is there already is not done again.
+In order:
+1. measure the cost of a step of every model, if the budget is in minutes or matched by time or FLOPs;
+2. with `tune_lr`, search the learning rate of every variant and init on the same grid, on a separate seed;
+3. train every variant with every init and the same seeds;
+4. analyze: the reference is the standard model at its best init, and every variant is at its own best init.
+Everything is stored in the study's folder, and finished runs are never repeated.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from qkflow.config_io import check_mapping, dataclass_from_dict, parse_count
 from qkflow.data import EvalWindows, TrainWindows, prepare
-from qkflow.errors import InputError, unknown
+from qkflow.errors import InputError
 from qkflow.studies.analysis import RunData, analyze, best_lr, load_runs
+from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
 from qkflow.studies.grid import (
     CALIBRATION_SEEDS,
     CALIBRATION_STEPS,
     TUNING_SEED,
-    ComparisonConfig,
     Grid,
     RunSpec,
     build_grid,
     check_models,
 )
+from qkflow.studies.plan import StudyPlan
+from qkflow.studies.results import StudySummary
 from qkflow.studies.runner.engines import ENGINES, Engine
 from qkflow.studies.runner.execution import RunTracker, StudyInterrupted, execute_runs
-from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
+from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.studies.variants import STANDARD, ComponentRegistry
 from qkflow.system import resolve_device
 
 if TYPE_CHECKING:
     import pandas
 
-DEFAULT_TOKENS = 200_000
-# What one folder holds one answer to; variants, seeds, starts and tuning may grow from call to call.
+# One folder holds one comparison with these options; variants, inits, seeds and tuning may be extended.
 _FIXED_PER_STUDY = (
     "data",
     "preset",
@@ -62,27 +61,30 @@ PrepareDataFn = Callable[[ComparisonConfig], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The answer: `summary` as in summary.json, `rows` flat for tables, `verdicts` in words."""
+    """A study's folder, the summary of its runs, and the runs themselves."""
 
     folder: Path
-    summary: dict[str, Any]
+    summary: StudySummary
     runs: list[RunData]
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
-        """One flat dict per variant, the reference first."""
-        from qkflow.report.tables import flat_row
+    def compared_runs(self) -> list[RunData]:
+        """The runs that are compared, without those that only measured costs or tuned."""
+        return [run for run in self.runs if run.phase == "compare"]
 
-        reference = self.summary["reference"]
-        return [flat_row(row) for row in [*([reference] if reference else []), *self.summary["variants"]]]
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat dict per arm, the reference first."""
+        return [arm.to_row() for arm in self.summary.arms]
 
     @property
     def verdicts(self) -> dict[str, str]:
-        return {row["variant"]: row["sentence"] for row in self.summary["variants"]}
+        """The verdict of every variant as a sentence."""
+        return {arm.variant: arm.sentence for arm in self.summary.variants}
 
     @property
-    def complete(self) -> bool:
-        return bool(self.summary["runs"]["finished"] == self.summary["runs"]["planned"])
+    def is_complete(self) -> bool:
+        return self.summary.is_complete
 
     def to_dataframe(self) -> pandas.DataFrame:
         import pandas
@@ -94,7 +96,7 @@ def compare(
     data: str = ComparisonConfig.data,
     *,
     out: str | Path | None = None,
-    engine: str = "local",
+    engine: EngineName = "local",
     jobs: int | None = None,
     threads: int = 1,
     worker_command: Sequence[str] | None = None,
@@ -102,121 +104,66 @@ def compare(
     prepare_data: PrepareDataFn | None = None,
     **settings: Any,
 ) -> Comparison:
-    """Compare variants on a corpus; `settings` are those of `Question` (variants, seeds, tokens, preset, …).
+    """Compare variants on a corpus; `settings` are the fields of `ComparisonConfig`.
 
-    >>> answer = compare("speeches", variants="standard,euler", tokens="200k")   # doctest: +SKIP
-    >>> answer.verdicts["euler"]                                                   # doctest: +SKIP
+    The runs and `study.yaml` are written to `out`. `qkflow.report.write_outputs(comparison)` adds
+    report.html, summary.json and the CSV files.
+
+    >>> comparison = compare("speeches", variants="standard,euler", tokens="200k")   # doctest: +SKIP
+    >>> comparison.verdicts["euler"]                                                  # doctest: +SKIP
     """
-    question = parse_comparison_config(data, settings)
-    if engine not in ENGINES:
-        raise unknown("--engine", engine, ENGINES)
-    if (jobs is not None and jobs < 1) or threads < 1:
-        raise InputError("--jobs and --threads must be at least 1")
-    grid = build_grid(question, components)
-    if components is None:  # other parts than ours are known to other workers than ours
+    config = ComparisonConfig.parse(data=data, **settings)
+    ExecutionConfig(engine, jobs, threads).check()
+    grid = build_grid(config, components)
+    if components is None:  # other components need another worker, which can build them
         check_models(grid)
-    folder = StudyDir(Path(out) if out else default_study_dir(question))
-    folder.check_usable()
-    _check_compatible(question, folder)
+    study_dir = StudyDir(Path(out) if out else config.default_folder())
+    study_dir.check_usable()
+    _check_compatible(config, study_dir)
     if engine == "local":
-        resolve_device(question.device)
-    corpus = dict((prepare_data or prepare_corpus)(question))  # its errors come before anything is written
-    started = ENGINES[engine](worker_command, threads, question.device)
+        resolve_device(config.device)
+    data_overrides = dict((prepare_data or prepare_corpus)(config))  # raises before anything is written
+    started = ENGINES[engine](worker_command, threads, config.device)
     try:
-        with folder.lock():
-            _StudyRunner(grid, folder, started, jobs, corpus).run()
-            return rebuild_report(folder.path)
+        with study_dir.lock():
+            _StudyRunner(grid, study_dir, started, jobs, data_overrides).run()
     finally:
         started.close()
+    return load_comparison(study_dir.path)
 
 
-def rebuild_report(folder: str | Path) -> Comparison:
-    """Analyse what a study's folder holds and write its outputs anew; works while it is still running."""
-    from qkflow.report import write_outputs
-
-    place = StudyDir(Path(folder))
-    study = load_study(place)
-    runs = load_runs(place, study)
-    comparison = Comparison(place.path, analyze(study, runs), runs)
-    write_outputs(place.path, comparison.summary, [run for run in runs if run.phase == "compare"])
-    return comparison
-
-
-def load_study(study_dir: StudyDir) -> dict[str, Any]:
-    """What `study.yaml` says, with everything in it that `qkflow compare` writes there."""
-    study, path = study_dir.load(), study_dir.path / STUDY_FILE
-    parts = {
-        "config": ([study["config"]], {field.name for field in fields(ComparisonConfig)}),
-        "arms": (study["arms"], {"name", "role", "cells"}),
-        "runs": (study["runs"], {"id", "phase", "cell", "seed", "lr", "tokens"}),
-    }
-    for name, (values, keys) in parts.items():
-        for value in values:
-            missing = sorted(keys - check_mapping(value, f"{path}: {name}").keys())
-            if missing:
-                raise InputError(f"{path} is damaged: '{name}' does not say '{missing[0]}'")
-    try:
-        dataclass_from_dict(ComparisonConfig, study["config"], "question")
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    return study
+def load_comparison(folder: str | Path) -> Comparison:
+    """Analyze the runs in a study's folder; the study may still be running."""
+    study_dir = StudyDir(Path(folder))
+    plan = StudyPlan.load(study_dir)
+    runs = load_runs(study_dir, plan)
+    return Comparison(study_dir.path, analyze(plan, runs), runs)
 
 
 def prepare_corpus(config: ComparisonConfig) -> dict[str, Any]:
-    """Tokenise once, before many workers need it; runs are told apart by the text, not by its name."""
+    """Tokenize the corpus once for all workers; return its fingerprint, a part of the config of every run."""
     tokens = prepare(config.data, config.tokenizer)
-    TrainWindows(
-        tokens.tokens("train"), config.seq_len, config.batch_size, seed=0
-    )  # refuses too short a text
+    # both raise InputError if the corpus is too short
+    TrainWindows(tokens.tokens("train"), config.seq_len, config.batch_size, seed=0)
     EvalWindows(tokens.tokens("validation"), config.seq_len, config.batch_size)
     return {"fingerprint": tokens.fingerprint}
 
 
-def parse_comparison_config(data: str, settings: Mapping[str, Any]) -> ComparisonConfig:
-    """A question from loosely typed settings: lists as comma-separated text, tokens as `200k`."""
-    values: dict[str, Any] = {"data": data, **settings}
-    for name in ("variants", "controls", "inits", "lr_factors"):
-        if name in values:
-            values[name] = _parse_list(values[name])
-    if "lr_factors" in values:
-        try:
-            values["lr_factors"] = tuple(float(item) for item in values["lr_factors"])
-        except ValueError:
-            raise InputError("--lr-factors must be numbers, e.g. 0.5,1,2") from None
-    if values.get("tokens") is not None:
-        values["tokens"] = parse_count(values["tokens"])
-    question = ComparisonConfig.from_dict(values)
-    if question.tokens is None and question.minutes is None:
-        question = replace(question, tokens=DEFAULT_TOKENS)
-    return question
-
-
-def _parse_list(value: str | Iterable[Any]) -> tuple[Any, ...]:
-    """`a,b` or `["a", "b,c"]` as a tuple; `none` as an empty one."""
-    texts = [value] if isinstance(value, str) else [str(item) for item in value]
-    items = tuple(item.strip() for text in texts for item in text.split(",") if item.strip())
-    return () if items == ("none",) else items
-
-
-def default_study_dir(config: ComparisonConfig) -> Path:
-    """The same question has the same folder, so that the same command goes on where it stopped."""
-    budget = f"{config.minutes:g}min" if config.minutes else f"{config.tokens}"
-    words = f"{config.data}-{config.preset}-{budget}"
-    return Path("runs") / re.sub(r"[^A-Za-z0-9_.-]+", "-", words).strip("-.")
-
-
 def _check_compatible(config: ComparisonConfig, study_dir: StudyDir) -> None:
-    earlier = load_study(study_dir)["config"] if study_dir.exists else {}
+    if not study_dir.exists:
+        return
+    earlier = StudyPlan.load(study_dir).config
     for name in _FIXED_PER_STUDY:
-        before, now = earlier.get(name), getattr(config, name)
-        if earlier and before != now:
+        before, now = getattr(earlier, name), getattr(config, name)
+        if before != now:
             raise InputError(
-                f"{study_dir.path} holds a comparison with {name} {before}, not {now}; give another --out"
+                f"{study_dir.path} holds a comparison with {name} {before}, not {now}: use another --out",
+                code="other-study",
             )
 
 
 class _StudyRunner:
-    """One comparison at work: plans each phase, writes the plan down, runs it."""
+    """Plans the phases of one comparison, saves each plan, and executes it."""
 
     def __init__(
         self,
@@ -229,114 +176,93 @@ class _StudyRunner:
         self.grid, self.config, self.study_dir, self.engine = grid, grid.config, study_dir, engine
         self.jobs, self.data_overrides = jobs or engine.default_jobs(), data_overrides
         self.runs: list[RunSpec] = []
-        known = load_study(study_dir).get("budgets") if study_dir.exists else {}
-        self.token_budgets: dict[str, int] = check_mapping(known, f"{study_dir.path / STUDY_FILE}: budgets")
+        self.token_budgets = StudyPlan.load(study_dir).budgets if study_dir.exists else {}
 
     def run(self) -> None:
         self.token_budgets = self._compute_token_budgets()
-        rates = self._tune_lr() if self.config.tune_lr else {}
-        seeds = range(self.config.seeds)
-        self._execute(
-            "comparing",
-            self.grid.build_runs(
-                "compare",
-                seeds,
-                lr_by_cell=rates,
-                tokens_by_model=self.token_budgets,
-                data_overrides=self.data_overrides,
-            ),
-        )
+        lr_by_cell = self._tune_lr() if self.config.tune_lr else {}
+        runs = self._build_runs("compare", range(self.config.seeds), lr_by_cell=lr_by_cell)
+        self._execute("comparing", runs)
+
+    def _build_runs(self, phase: str, seeds: Sequence[int], **options: Any) -> list[RunSpec]:
+        budgets = {"tokens_by_model": self.token_budgets, **options}
+        return self.grid.build_runs(phase, seeds, data_overrides=self.data_overrides, **budgets)
 
     def _execute(self, title: str, runs: list[RunSpec]) -> list[RunTracker]:
         self.runs += runs
-        self._save()
+        plan = StudyPlan(
+            config=self.config,
+            command=self.config.to_command(str(self.study_dir.path)),
+            arms=tuple(arm.plan() for arm in self.grid.arms),
+            budgets=self.token_budgets,
+            jobs=self.jobs,
+            runs=tuple(run.plan() for run in self.runs),
+        )
+        plan.save(self.study_dir)
         return execute_runs(title, runs, self.study_dir, self.engine, self.jobs)
 
-    def _save(self) -> None:
-        self.study_dir.save(
-            {
-                "config": self.config.to_dict(),
-                "command": self.config.to_command(str(self.study_dir.path)),
-                "arms": [one.to_dict() for one in self.grid.arms],
-                "budgets": self.token_budgets,
-                "jobs": self.jobs,
-                "runs": [run.to_dict() for run in self.runs],
-            }
-        )
-
     def _tune_lr(self) -> dict[str, float]:
-        """The learning rate of every cell: the best of the same grid for all."""
-        factors = self.config.lr_factors
-        runs = self.grid.build_runs(
-            "tune",
-            [TUNING_SEED],
-            lr_factors=factors,
-            tokens_by_model=self.token_budgets,
-            data_overrides=self.data_overrides,
-        )
-        tried: dict[str, dict[float, float | None]] = {}
-        for one in _require_finished(self._execute("tuning learning rates", runs)):
-            loss = (one.run_dir.result() or {}).get("loss") if one.run_dir.is_finished else None
-            usable = loss is not None and math.isfinite(loss)
-            tried.setdefault(one.spec.cell, {})[one.spec.lr] = loss if usable else None
-        return {cell: best_lr(losses) or self.config.lr for cell, losses in tried.items()}
+        """Return the best learning rate of every cell."""
+        runs = self._build_runs("tune", [TUNING_SEED], lr_factors=self.config.lr_factors)
+        losses: dict[str, dict[float, float | None]] = {}
+        for tracker in _require_finished(self._execute("tuning learning rates", runs)):
+            loss = (tracker.run_dir.result() or {}).get("loss") if tracker.run_dir.is_finished else None
+            is_finite = loss is not None and math.isfinite(loss)
+            losses.setdefault(tracker.spec.cell, {})[tracker.spec.lr] = loss if is_finite else None
+        return {cell: best_lr(by_lr) or self.config.lr for cell, by_lr in losses.items()}
 
     def _compute_token_budgets(self) -> dict[str, int]:
-        """Tokens for every model: equal, or such that time or FLOPs are equal to the standard model's."""
-        q, models = self.config, [cell.variant.model_name for cell in self.grid.one_cell_per_model()]
-        known = self.token_budgets
+        """Return tokens by model: equal, or scaled to the time or FLOPs of the standard model."""
+        config, known = self.config, self.token_budgets
+        models = [cell.variant.model_name for cell in self.grid.one_cell_per_model()]
         if all(model in known for model in models):
             return {model: known[model] for model in models}
-        if q.minutes is None and q.match == "tokens":
-            return dict.fromkeys(models, q.tokens or DEFAULT_TOKENS)
+        if config.tokens is not None and config.match == "tokens":
+            return dict.fromkeys(models, config.tokens)
         costs = self._calibrate()
-        base = known.get(STANDARD) or q.tokens or self._affordable_tokens(costs)
-        step = q.batch_size * q.seq_len
+        base = known.get(STANDARD) or config.tokens or self._affordable_tokens(costs)
         budgets = {}
         for model in models:
             ratio = {
                 "tokens": 1.0,
                 "time": costs[STANDARD].step_seconds / costs[model].step_seconds,
                 "flops": costs[STANDARD].flops_per_token / costs[model].flops_per_token,
-            }[q.match]
-            budgets[model] = known.get(model) or max(1, round(base * ratio / step)) * step
+            }[config.match]
+            steps = max(1, round(base * ratio / config.tokens_per_step))
+            budgets[model] = known.get(model) or steps * config.tokens_per_step
         return budgets
 
     def _calibrate(self) -> dict[str, TrainingCost]:
-        """Short runs of every model in turn, as many at once as there will be later."""
-        steps = CALIBRATION_STEPS * self.config.batch_size * self.config.seq_len
+        """Measure every model with short runs, as many at a time as later."""
         cells = self.grid.one_cell_per_model()
         models = {cell.name: cell.variant.model_name for cell in cells}
-        tokens = dict.fromkeys(models.values(), steps)
-        runs = self.grid.build_runs(
-            "calibrate",
-            CALIBRATION_SEEDS,
-            cells=cells,
-            tokens_by_model=tokens,
-            data_overrides=self.data_overrides,
-        )
+        tokens = dict.fromkeys(models.values(), CALIBRATION_STEPS * self.config.tokens_per_step)
+        runs = self._build_runs("calibrate", CALIBRATION_SEEDS, cells=cells, tokens_by_model=tokens)
         measured: dict[str, list[TrainingCost]] = {}
-        for one in _require_finished(self._execute("measuring", runs)):
-            if not one.run_dir.is_finished:
-                raise InputError(f"{one.spec.cell} could not be measured: {one.message}")
-            result = one.run_dir.result() or {}
+        for tracker in _require_finished(self._execute("measuring", runs)):
+            if not tracker.run_dir.is_finished:
+                raise InputError(
+                    f"the cost of {tracker.spec.cell} cannot be measured: {tracker.message}",
+                    code="calibration-failed",
+                )
+            result = tracker.run_dir.result() or {}
             training = result["step_seconds"] * CALIBRATION_STEPS
-            around = max(0.0, (one.wall_seconds or training) - training)
-            cost = TrainingCost(result["step_seconds"], result["flops_per_token"], around)
-            measured.setdefault(models[one.spec.cell], []).append(cost)
+            overhead = max(0.0, (tracker.wall_seconds or training) - training)
+            cost = TrainingCost(result["step_seconds"], result["flops_per_token"], overhead)
+            measured.setdefault(models[tracker.spec.cell], []).append(cost)
         return {model: TrainingCost.median_of(costs) for model, costs in measured.items()}
 
-    def _affordable_tokens(self, costs: dict[str, TrainingCost]) -> int:
-        """The tokens per run that fill `minutes`, start-up and evaluation included."""
-        q, each = self.config, [costs[cell.variant.model_name] for cell in self.grid.cells]
-        count = len(each) * (q.seeds + (len(q.lr_factors) if q.tune_lr else 0))
+    def _affordable_tokens(self, costs: Mapping[str, TrainingCost]) -> int:
+        """Return the tokens per run that fill `minutes`, with start-up and evaluation."""
+        config, each = self.config, [costs[cell.variant.model_name] for cell in self.grid.cells]
+        n_runs = len(each) * (config.seeds + (len(config.lr_factors) if config.tune_lr else 0))
         average = TrainingCost(*(sum(values) / len(each) for values in zip(*map(astuple, each), strict=True)))
-        return affordable_steps(q.minutes or 0, count, self.jobs, average) * q.batch_size * q.seq_len
+        return affordable_steps(config.minutes or 0, n_runs, self.jobs, average) * config.tokens_per_step
 
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a model costs: a step, a token, and everything around the steps (start-up, evaluation)."""
+    """Cost of a model. `overhead_seconds` is the time of a run outside its steps (start-up, evaluation)."""
 
     step_seconds: float
     flops_per_token: float
@@ -348,22 +274,23 @@ class TrainingCost:
 
 
 def affordable_steps(minutes: float, n_runs: int, jobs: int, cost: TrainingCost) -> int:
-    """The steps each of `runs` runs can make, `jobs` at a time, for all to be done in `minutes`."""
+    """Return the steps per run with which `n_runs` runs, `jobs` at a time, finish in `minutes`."""
     rounds = math.ceil(n_runs / jobs)
     steps = int((60 * minutes / rounds - cost.overhead_seconds) / cost.step_seconds)
     if steps < CALIBRATION_STEPS:
-        need = rounds * (cost.overhead_seconds + CALIBRATION_STEPS * cost.step_seconds) / 60
+        least = rounds * (cost.overhead_seconds + CALIBRATION_STEPS * cost.step_seconds) / 60
         raise InputError(
-            f"--minutes {minutes:g} is too short for {n_runs} runs, {jobs} at a time; "
-            f"give at least {need:.2g}, or fewer variants, starts or seeds"
+            f"--minutes {minutes:g} is too short for {n_runs} runs, {jobs} at a time: "
+            f"use at least {least:.2g}, or fewer variants, inits or seeds",
+            code="minutes-too-short",
         )
     return steps
 
 
 def _require_finished(trackers: list[RunTracker]) -> list[RunTracker]:
-    """What later phases rest on must not be half there; of the runs only their numbers are wanted."""
-    if any(one.status == "interrupted" for one in trackers):
+    """Raise if a run that later phases need was interrupted; delete the weights, which they do not need."""
+    if any(tracker.status == "interrupted" for tracker in trackers):
         raise StudyInterrupted
-    for one in trackers:
-        one.run_dir.delete_model()
+    for tracker in trackers:
+        tracker.run_dir.delete_model()
     return trackers

@@ -1,4 +1,4 @@
-"""From a question to runs: which variants, from which starts, with which seeds, each as one run's config."""
+"""From a config to runs: which variants, with which inits and seeds, each as the config of one run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 import json
 import math
 import re
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, get_args
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from qkflow.attention import InitScheme
-from qkflow.errors import InputError, unknown
+from qkflow.errors import InputError
 from qkflow.models.presets import PRESETS
-from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
+from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.plan import PlannedArm, PlannedCell, PlannedRun, Role
 from qkflow.studies.variants import (
     STANDARD,
     ComponentRegistry,
@@ -22,78 +22,16 @@ from qkflow.studies.variants import (
     parse_variants,
     registered_components,
 )
-from qkflow.training.config import Schedule
 
-MATCH_MODES = ("tokens", "time", "flops")
-TUNING_SEED = 10_000  # learning rates are chosen on a seed that takes no part in the comparison
+TUNING_SEED = 10_000  # learning rates are chosen on a seed that is not compared
 CALIBRATION_SEEDS = (20_000, 20_001, 20_002)
 CALIBRATION_STEPS = 20
-EVALS_PER_RUN = 10  # points on a run's loss curve
-
-
-@dataclass(frozen=True)
-class ComparisonConfig:
-    """Everything that decides what is run; `study.yaml` holds it."""
-
-    data: str = "speeches"
-    variants: tuple[str, ...] = ("standard", "euler", "drift")
-    controls: tuple[str, ...] = ("symmetric", "uncoupled")
-    inits: tuple[str, ...] = ("gpt2", "fan_in")
-    seeds: int = 3
-    preset: str = "tiny"
-    tokens: int | None = None
-    minutes: float | None = None  # for the whole comparison; turned into tokens by measuring first
-    tokenizer: str = "bpe:2048"
-    seq_len: int = 128
-    batch_size: int = 16
-    lr: float = 3e-3
-    schedule: str = "cosine"
-    tune_lr: bool = False
-    lr_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
-    match: str = "tokens"
-    verdict: bool = True
-    confidence: float = 0.95
-    device: str = "auto"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ComparisonConfig:
-        known = {field.name for field in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise unknown("setting of a comparison", name, known)
-        ready: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-        return cls(**ready)
-
-    def to_command(self, out: str) -> str:
-        """The command line that asks this question."""
-        words = ["qkflow", "compare"]
-        default = ComparisonConfig()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            # Always named: what a reader wants to see. Otherwise only what differs from the default.
-            if value is None or (
-                value == getattr(default, field.name) and field.name not in _ALWAYS_IN_COMMAND
-            ):
-                continue
-            flag = "--" + field.name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(flag if value else flag.replace("--", "--no-", 1))
-            elif isinstance(value, tuple):
-                words += [flag, ",".join(f"{v:g}" if isinstance(v, float) else v for v in value) or "none"]
-            else:
-                words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
-        return shlex.join([*words, "--out", out])
-
-
-_ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
+EVALS_PER_RUN = 10  # points on the loss curve of a run
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A model from one start: what the seeds repeat. `symmetric` is the standard model from another start."""
+    """One model with one init; the seeds repeat it. `symmetric` is the standard model with another init."""
 
     variant: Variant
     init: InitScheme
@@ -104,14 +42,17 @@ class Cell:
 
     @property
     def same_init_baseline(self) -> str:
-        """The standard model from the same start: what the same-start difference is taken to."""
-        start = self.init if self.variant.symmetric is None else InitScheme(self.init.base)
-        return f"{STANDARD}@{start}"
+        """The cell of the standard model with the same init."""
+        init = self.init if self.variant.symmetric is None else InitScheme(self.init.base)
+        return f"{STANDARD}@{init}"
+
+    def plan(self) -> PlannedCell:
+        return PlannedCell(self.name, str(self.init), self.same_init_baseline)
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One training run: the cell and seed it stands for, and the config its worker reads."""
+    """One training run: its cell and seed, and the config that its worker reads."""
 
     phase: str  # calibrate | tune | compare
     cell: str
@@ -122,7 +63,7 @@ class RunSpec:
 
     @property
     def id(self) -> str:
-        """Readable, and unique by content: two runs with one id are the same run."""
+        """A readable name with a hash of the config: two runs with the same id are the same run."""
         canonical = json.dumps(self.config, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:10]
         return f"{re.sub(r'[^A-Za-z0-9_.]+', '-', self.cell)}.s{self.seed}.{digest}"
@@ -131,9 +72,12 @@ class RunSpec:
     def steps(self) -> int:
         return math.ceil(self.tokens / (self.config["train"]["batch_size"] * self.config["data"]["seq_len"]))
 
+    def plan(self) -> PlannedRun:
+        return PlannedRun(self.id, self.phase, self.cell, self.seed, self.lr, self.tokens)
+
     def to_dict(self) -> dict[str, Any]:
-        """What `study.yaml` says of it; the config itself lies in the run's folder."""
-        return {"id": self.id, **{k: v for k, v in asdict(self).items() if k != "config"}}
+        """Return the entry of `study.yaml`; the config itself is in the run's folder."""
+        return asdict(self.plan())
 
 
 def build_run_config(
@@ -145,7 +89,7 @@ def build_run_config(
     tokens: int,
     data_overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The `config.yaml` of one run: the one place that knows its shape."""
+    """Return the `config.yaml` of one run."""
     variant = cell.variant
     model: dict[str, Any] = {
         "preset": config.preset,
@@ -159,153 +103,112 @@ def build_run_config(
         "schedule": config.schedule,
         "seed": seed,
         "evaluations": EVALS_PER_RUN,
-        "eval_tokens": max(8_192, min(tokens // EVALS_PER_RUN, 32_768)),  # a fraction of what training costs
+        "eval_tokens": max(8_192, min(tokens // EVALS_PER_RUN, 32_768)),  # keeps evaluation cheap
         "device": config.device,
     }
     if variant.pace:
         train["pace"] = float(variant.pace)
     if variant.slow_path:
-        from qkflow.studies.slow_path_variants import slow_path_variant as timescale
+        from qkflow.studies.slow_path_variants import slow_path_variant
 
-        changes = timescale(variant.slow_path, model, config.seq_len)
-        model, train = {**model, **changes.model}, {**train, **changes.train}
+        overrides = slow_path_variant(variant.slow_path, model, config.seq_len)
+        model, train = {**model, **overrides.model}, {**train, **overrides.train}
     corpus = {"corpus": config.data, "tokenizer": config.tokenizer, "seq_len": config.seq_len}
     return {"model": model, "data": {**corpus, **(data_overrides or {})}, "train": train}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A row of the answer: a variant and the cells it is tried in."""
+    """A variant and the cells it is trained in; one row of the summary."""
 
     variant: Variant
-    role: str  # reference | variant | control
+    role: Role
     cells: tuple[Cell, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        cells = [
-            {"name": cell.name, "init": str(cell.init), "same_init_baseline": cell.same_init_baseline}
-            for cell in self.cells
-        ]
-        return {
-            "name": self.variant.name,
-            "role": self.role,
-            "model": self.variant.model_name,
-            "cells": cells,
-        }
+    def plan(self) -> PlannedArm:
+        cells = tuple(cell.plan() for cell in self.cells)
+        return PlannedArm(self.variant.name, self.role, self.variant.model_name, cells)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The arms of a question, read and checked; first the plain model, which gives the reference."""
+    """The arms of a comparison. The first is the standard model, whose best init is the reference."""
 
     config: ComparisonConfig
     arms: tuple[Arm, ...]
 
     @property
     def cells(self) -> list[Cell]:
-        """Every cell once: the symmetric start may stand both as a contestant and as a start asked for."""
-        return list({cell.name: cell for one in self.arms for cell in one.cells}.values())
+        """Every cell once: a symmetric init may belong to the standard model and to a control."""
+        return list({cell.name: cell for arm in self.arms for cell in arm.cells}.values())
 
     def build_runs(
         self,
         phase: str,
         seeds: Sequence[int],
         *,
-        tokens_by_model: Mapping[str, int],  # by model
+        tokens_by_model: Mapping[str, int],
         cells: Sequence[Cell] | None = None,
-        lr_by_cell: Mapping[str, float] | None = None,  # by cell
+        lr_by_cell: Mapping[str, float] | None = None,
         lr_factors: Sequence[float] = (1.0,),
         data_overrides: Mapping[str, Any] | None = None,
     ) -> list[RunSpec]:
-        """All runs of a phase, early seeds first, so that a first paired answer is there early."""
+        """Return all runs of a phase. All cells of one seed come first, so that pairs are complete early."""
         runs = []
         for seed in seeds:
             for cell in self.cells if cells is None else cells:
                 for factor in lr_factors:
-                    rate = (lr_by_cell or {}).get(cell.name, self.config.lr) * factor
-                    budget = tokens_by_model[cell.variant.model_name]
+                    lr = (lr_by_cell or {}).get(cell.name, self.config.lr) * factor
+                    tokens = tokens_by_model[cell.variant.model_name]
                     config = build_run_config(
-                        self.config, cell, seed=seed, lr=rate, tokens=budget, data_overrides=data_overrides
+                        self.config, cell, seed=seed, lr=lr, tokens=tokens, data_overrides=data_overrides
                     )
-                    runs.append(RunSpec(phase, cell.name, seed, rate, budget, config))
+                    runs.append(RunSpec(phase, cell.name, seed, lr, tokens, config))
         return runs
 
     def one_cell_per_model(self) -> list[Cell]:
-        """The start decides what is learned but not what a step costs: enough to measure costs on."""
-        firsts: dict[str, Cell] = {}
+        """Return one cell per model, to measure costs on: the init does not change the cost of a step."""
+        cells: dict[str, Cell] = {}
         for cell in self.cells:
-            firsts.setdefault(cell.variant.model_name, cell)
-        return list(firsts.values())
+            cells.setdefault(cell.variant.model_name, cell)
+        return list(cells.values())
 
 
 def build_grid(config: ComparisonConfig, components: ComponentRegistry | None = None) -> Grid:
-    """Check a question and lay out its arms."""
-    check_config(config)
+    """Check a config and lay out its arms."""
+    config.check()
     components = components or registered_components()
-    asked = list(dict.fromkeys(InitScheme.parse(text) for text in config.inits))
+    inits = list(dict.fromkeys(InitScheme.parse(text) for text in config.inits))
     variants = parse_variants(config.variants, components)
     controls = parse_variants(config.controls, components)
     everyone = list(dict.fromkeys([*variants, *controls]))
     others = [variant for variant in everyone if not variant.is_standard]
     if not others:
-        raise InputError("nothing to compare with standard attention; give e.g. --variants standard,euler")
-    # The plain model runs from every start a variant is held to, so that there is always a same-start pair.
-    held = [v.init for v in everyone if v.init and (v.is_standard or not v.init.modifier)]
-    starts = dict.fromkeys([*asked, *held])
-    arms = [Arm(Variant(), "reference", tuple(Cell(Variant(), start) for start in starts))]
+        raise InputError(
+            "--variants has only standard attention: add what to compare it with, e.g. standard,euler",
+            code="nothing-to-compare",
+        )
+    # The standard model also runs with the inits that variants fix, so that every cell has a same-init pair.
+    fixed = [v.init for v in everyone if v.init and (v.is_standard or not v.init.modifier)]
+    standard_inits = dict.fromkeys([*inits, *fixed])
+    arms = [Arm(Variant(), "reference", tuple(Cell(Variant(), init) for init in standard_inits))]
     for variant in others:
-        role = "control" if variant in controls or variant.name in ComparisonConfig.controls else "variant"
-        cells = tuple(Cell(variant, start) for start in variant.resolve_inits(asked))
-        arms.append(Arm(variant, role, cells))
+        is_control = variant in controls or variant.name in ComparisonConfig.controls
+        cells = tuple(Cell(variant, init) for init in variant.resolve_inits(inits))
+        arms.append(Arm(variant, "control" if is_control else "variant", cells))
     return Grid(config, tuple(arms))
 
 
 def check_models(grid: Grid) -> None:
-    """Build every cell's model once, without its weights: what cannot be built is refused before any run."""
+    """Build the model of every cell on the meta device, so that an invalid one is rejected before any run."""
     from qkflow.models import Decoder
     from qkflow.training.config import RunConfig
 
-    q = grid.config
+    config = grid.config
     for cell in grid.cells:
         try:
-            config = RunConfig.from_dict(build_run_config(q, cell, seed=0, lr=q.lr, tokens=q.tokens or 1))
-            Decoder(config.model_config(PRESETS[q.preset].vocab_size), device="meta")
+            values = build_run_config(config, cell, seed=0, lr=config.lr, tokens=config.tokens or 1)
+            model_config = RunConfig.from_dict(values).model_config(PRESETS[config.preset].vocab_size)
+            Decoder(model_config, device="meta")
         except InputError as error:
-            raise InputError(f"variant '{cell.variant.name}': {error}") from None
-
-
-def check_config(config: ComparisonConfig) -> None:
-    """Refuse a question that cannot be answered, before anything is written."""
-    q = config
-    if q.seeds < 1:
-        raise InputError(f"--seeds must be at least 1, got {q.seeds}")
-    if q.verdict and q.seeds < MIN_SEEDS_FOR_VERDICT:
-        raise InputError(
-            f"a verdict needs at least {MIN_SEEDS_FOR_VERDICT} seeds, got --seeds {q.seeds}: "
-            f"one run says nothing about chance; add seeds, or --no-verdict for the bare numbers"
-        )
-    if q.tokens is not None and q.minutes is not None:
-        raise InputError("give --tokens or --minutes, not both")
-    if q.minutes is not None and not 0 < q.minutes < math.inf:
-        raise InputError(f"--minutes must be a number above zero, got {q.minutes:g}")
-    for name, least in (("seq_len", 2), ("batch_size", 1)):
-        if getattr(q, name) < least:
-            raise InputError(f"--{name} must be at least {least}, got {getattr(q, name)}")
-    if q.tokens is not None and q.tokens < q.batch_size * q.seq_len:
-        raise InputError(
-            f"--tokens {q.tokens} is less than one step (batch {q.batch_size} × length {q.seq_len} "
-            f"= {q.batch_size * q.seq_len} tokens); give more tokens or a smaller batch"
-        )
-    if not (math.isfinite(q.lr) and q.lr > 0):
-        raise InputError(f"--lr must be a positive number, got {q.lr:g}")
-    if q.tune_lr and not (q.lr_factors and all(factor > 0 for factor in q.lr_factors)):
-        raise InputError("--lr-factors must be positive numbers, e.g. 0.5,1,2")
-    for name, known in (("match", MATCH_MODES), ("preset", PRESETS), ("schedule", get_args(Schedule))):
-        if getattr(q, name) not in known:
-            raise unknown(f"--{name}", getattr(q, name), known)
-    if not 0.5 <= q.confidence < 1:
-        raise InputError(f"--confidence must lie between 0.5 and 1, got {q.confidence:g}")
-    if not q.variants:
-        raise InputError("no variant given; write e.g. --variants standard,euler")
-    if not q.inits:
-        raise InputError("no start given; write e.g. --starts gpt2,fan_in")
+            raise InputError(f"variant '{cell.variant.name}': {error}", code=error.code) from None

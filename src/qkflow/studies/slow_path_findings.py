@@ -26,15 +26,13 @@ CONTRASTS = {
 
 def gate_findings(comparison: Comparison) -> dict[str, Any]:
     """`gates`: one row a variant with a slow path; `contrasts`: paired differences; `sentences`: in words."""
-    confidence = comparison.summary["config"]["confidence"]
+    confidence = comparison.summary.config.confidence
     by_cell: dict[str, dict[int, RunData]] = {}
     for run in comparison.runs:
         if run.phase == "compare" and run.loss is not None:
             by_cell.setdefault(run.cell, {})[run.seed] = run
-    everyone = [comparison.summary["reference"], *comparison.summary["variants"]]
-    rows = {row["variant"]: row for row in everyone if row}  # no reference where all its runs failed
-    runs = {name: by_cell.get(row["cell"], {}) for name, row in rows.items()}
-    gates = [found for name in rows if (found := _gate_row(name, list(runs[name].values()), confidence))]
+    runs = {arm.variant: by_cell.get(arm.cell, {}) for arm in comparison.summary.arms}
+    gates = [found for name in runs if (found := _gate_row(name, list(runs[name].values()), confidence))]
     contrasts = []
     for (one, other), meaning in CONTRASTS.items():
         seeds = sorted(runs.get(one, {}).keys() & runs.get(other, {}).keys())

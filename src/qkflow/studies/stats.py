@@ -1,57 +1,74 @@
-"""The statistics of paired seeds.
+"""Statistics of paired seeds.
 
-One seed gives every variant the same batches and the same start of every common parameter, so what is judged
-is the difference of two losses of one seed: its mean over seeds with a t-interval (exact for normal
-differences, however few), a BCa bootstrap beside it (no normality assumed, but with fewer than about eight
-seeds there is little to resample), and Holm's correction over all variants judged together.
-Differences of loss are turned into per cent of perplexity by 100·(exp(d) − 1).
+With one seed, every variant gets the same batches and the same init of every shared parameter. The tested
+quantity is therefore the difference of two losses of one seed: its mean over seeds with a t-interval (exact
+for normal differences, however few), a BCa bootstrap interval beside it (no normality assumed, but little to
+resample below about eight seeds), and Holm's correction over all variants tested together.
+A difference d of losses is a change of perplexity of 100·(exp(d) − 1) percent.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 
 from qkflow.measures.language import MAX_EXPONENT
 
-MIN_SEEDS_FOR_VERDICT = 3  # two pairs give an interval with one degree of freedom: a verdict needs more
+MIN_SEEDS_FOR_VERDICT = 3  # two pairs leave one degree of freedom
 N_RESAMPLES = 9999
-LOSS_ATOL = 1e-12  # losses of order one that differ by less than this are the same loss
+LOSS_ATOL = 1e-12  # losses of order one that differ by less are equal
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean of paired differences with its intervals; negative = the variant's loss is lower."""
+    """Mean of paired differences with its intervals; negative if the variant's loss is lower."""
 
     mean: float
-    low: float | None  # t-interval; None where one pair gives no interval
+    low: float | None  # t-interval; None for one pair
     high: float | None
     bootstrap_low: float | None
     bootstrap_high: float | None
     p: float | None  # two-sided paired t-test of a mean of zero
     pairs: int
 
+    @property
+    def percent(self) -> dict[str, float | None]:
+        """`mean`, `low` and `high` in percent of perplexity; None where exp overflows."""
+        return {name: perplexity_percent_change(getattr(self, name)) for name in ("mean", "low", "high")}
+
     def to_dict(self) -> dict[str, Any]:
-        percent = {name: perplexity_percent_change(getattr(self, name)) for name in ("mean", "low", "high")}
-        return {**asdict(self), "percent": percent}
+        return {**asdict(self), "percent": self.percent}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**{item.name: values[item.name] for item in fields(cls)})
+
+
+@dataclass(frozen=True)
+class VarianceRatio:
+    """Variance over seeds, variant divided by reference, with its F-interval."""
+
+    ratio: float
+    low: float
+    high: float
 
 
 def perplexity_percent_change(difference: float | None) -> float | None:
-    """100·(exp(d) − 1); None where that is larger than any number, as after a run that went wrong."""
+    """Return 100·(exp(d) − 1), or None where exp overflows, as after a diverged run."""
     return None if difference is None or difference > MAX_EXPONENT else 100 * math.expm1(difference)
 
 
 def paired_difference(
     variant: Sequence[float], reference: Sequence[float], confidence: float = 0.95, seed: int = 0
 ) -> PairedDifference:
-    """Judge losses of a variant against those of the reference, paired by position."""
+    """Compare the losses of a variant with those of the reference, paired by position."""
     if len(variant) != len(reference) or not variant:
-        raise ValueError(f"pairs expected, got {len(variant)} and {len(reference)} values")
+        raise ValueError(f"expected pairs, got {len(variant)} and {len(reference)} values")
     d = np.asarray(variant, dtype=float) - np.asarray(reference, dtype=float)
     low, high, p = t_interval(d, confidence)
     bootstrap_low, bootstrap_high = bootstrap_interval(d, confidence, seed)
@@ -59,7 +76,7 @@ def paired_difference(
 
 
 def t_interval(d: np.ndarray, confidence: float) -> tuple[float | None, float | None, float | None]:
-    """Student's interval of the mean and the two-sided p-value of a mean of zero."""
+    """Return Student's interval of the mean (low, high) and the two-sided p-value of a mean of zero."""
     from scipy import stats
 
     if len(d) < 2:
@@ -78,7 +95,7 @@ def _all_equal(d: np.ndarray) -> bool:
 def bootstrap_interval(
     d: np.ndarray, confidence: float, seed: int, n_resamples: int = N_RESAMPLES
 ) -> tuple[float | None, float | None]:
-    """BCa bootstrap interval of the mean; the percentile one where BCa is not defined."""
+    """Return the BCa bootstrap interval of the mean; the percentile interval where BCa is undefined."""
     from scipy import stats
 
     if len(d) < 2:
@@ -87,7 +104,7 @@ def bootstrap_interval(
         return float(d[0]), float(d[0])
     for method in ("BCa", "percentile"):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # scipy warns where BCa is degenerate; we test for it
+            warnings.simplefilter("ignore")  # scipy warns where BCa is degenerate; that is tested below
             interval = stats.bootstrap(
                 (d,),
                 np.mean,
@@ -102,7 +119,7 @@ def bootstrap_interval(
 
 
 def holm_correction(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction (Holm 1979): adjusted p-values, in the order given; None stays None."""
+    """Return p-values adjusted by Holm's step-down method (Holm 1979), in the same order; None stays None."""
     order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     adjusted: list[float | None] = [None] * len(p_values)
     largest = 0.0
@@ -114,8 +131,8 @@ def holm_correction(p_values: Sequence[float | None]) -> list[float | None]:
 
 def variance_ratio(
     variant: Sequence[float], reference: Sequence[float], confidence: float = 0.95
-) -> dict[str, float] | None:
-    """Variance over seeds, variant by reference, with the F-interval; None where there is none to compare."""
+) -> VarianceRatio | None:
+    """Return the ratio of variances over seeds; None with fewer than two seeds or a variance of zero."""
     from scipy import stats
 
     if min(len(variant), len(reference)) < 2:
@@ -125,11 +142,11 @@ def variance_ratio(
         return None
     ratio, tail = above / below, (1 - confidence) / 2
     f = stats.f(len(variant) - 1, len(reference) - 1)
-    return {"ratio": ratio, "low": ratio / float(f.ppf(1 - tail)), "high": ratio / float(f.ppf(tail))}
+    return VarianceRatio(ratio, ratio / float(f.ppf(1 - tail)), ratio / float(f.ppf(tail)))
 
 
 def first_crossing(x: Sequence[float], loss: Sequence[float], target: float) -> float | None:
-    """Where a loss curve first comes down to `target`, interpolated linearly; None if it never does."""
+    """Return the x at which a loss curve first reaches `target`, by linear interpolation; None if never."""
     for i, value in enumerate(loss):
         if value <= target:
             if i == 0 or value == target:
@@ -140,7 +157,7 @@ def first_crossing(x: Sequence[float], loss: Sequence[float], target: float) -> 
 
 
 def mean_curve(curves: Sequence[Sequence[tuple[float, ...]]]) -> list[tuple[float, ...]]:
-    """Mean over seeds of curves whose rows start with the step; only steps that all curves have."""
+    """Average curves over seeds. Rows start with the step; only steps that all curves have are kept."""
     if not curves:
         return []
     by_step = [{row[0]: row for row in curve} for curve in curves]

@@ -1,4 +1,4 @@
-"""Stopping, killing and going on, with real processes and real signals."""
+"""Interrupting, killing and resuming studies, with real processes and signals."""
 
 from __future__ import annotations
 
@@ -16,38 +16,41 @@ from typing import Any
 import pytest
 
 import toy_study
+from qkflow.errors import InputError
 from qkflow.studies import compare
 from qkflow.studies.grid import RunSpec
 from qkflow.studies.runner.engines import RUN_LOCKED, LocalEngine
 from qkflow.studies.runner.execution import RunTracker
 from qkflow.studies.runner.study_dir import RunDir
+from qkflow.training.run_dir import EXIT_BAD_INPUT
 from toy_study import TOY
 
-# Twenty steps of a tenth of a second each: long enough to be interrupted, for sure.
-ASK = {"variants": "sleepy", "inits": "gpt2", "seeds": 1, "verdict": False, "jobs": 2}
+# Twenty steps of 0.1 s: long enough to be interrupted.
+SETTINGS = {"variants": "sleepy", "inits": "gpt2", "seeds": 1, "verdict": False, "jobs": 2}
 SCRIPT = """
 import json, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background is deaf to it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore SIGINT
 sys.path.insert(0, sys.argv[3])
 from toy_study import TOY
+from qkflow.errors import InputError
 from qkflow.studies import compare
-from qkflow.studies.runner.execution import Stopped
+from qkflow.studies.runner.execution import StudyInterrupted
 try:
     compare("toy", out=sys.argv[1], **{**TOY, **json.loads(sys.argv[2])})
-except Stopped:
+except StudyInterrupted:
     sys.exit(130)
 """
 
 
 @contextmanager
-def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A comparison in a process of its own, once its slow run is under way."""
+def running_study(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a comparison in its own process; yield when its slow run has trained a few steps."""
     arguments = [
         sys.executable,
         "-c",
         SCRIPT,
         str(folder),
-        json.dumps(ASK),
+        json.dumps(SETTINGS),
         str(Path(toy_study.__file__).parent),
     ]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
@@ -72,64 +75,63 @@ def steps(run: Path) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def came_from(run: Path) -> list[int]:
-    """The step every worker of a run began at."""
+def start_steps(run: Path) -> list[int]:
+    """Return the step at which each worker of a run started."""
     return [int(line.split()[-1]) for line in (run / "starts.txt").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    answer = compare("toy", out=tmp_path_factory.mktemp("calm") / "s", **{**TOY, **ASK})
-    return [row["loss"] for row in answer.rows]
+def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Losses of a study that is not interrupted."""
+    comparison = compare("toy", out=tmp_path_factory.mktemp("whole") / "s", **{**TOY, **SETTINGS})
+    return [row["loss"] for row in comparison.rows]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_it_saves_and_the_same_call_goes_on(
-    number: signal.Signals, tmp_path: Path, undisturbed: list[Any]
+def test_interrupted_study_resumes(
+    number: signal.Signals, tmp_path: Path, expected_losses: list[Any]
 ) -> None:
     folder = tmp_path / "s"
-    with started(folder) as process:
+    with running_study(folder) as process:
         process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    assert "save their state" in said
+    assert "saving their state" in stderr
     (run,) = slow_runs(folder)
     assert (run / "checkpoints").exists()
     assert not (run / "result.json").exists()
-    answer = compare("toy", out=folder, **{**TOY, **ASK})
-    first, second = came_from(run)
+    comparison = compare("toy", out=folder, **{**TOY, **SETTINGS})
+    first, second = start_steps(run)
     assert first == 0
     assert second >= 3
-    assert [row["loss"] for row in answer.rows] == undisturbed
+    assert [row["loss"] for row in comparison.rows] == expected_losses
 
 
-def test_killed_it_leaves_a_worker_that_is_waited_for(tmp_path: Path, undisturbed: list[Any]) -> None:
+def test_killed_study_waits_for_its_orphaned_worker(tmp_path: Path, expected_losses: list[Any]) -> None:
     folder = tmp_path / "s"
-    with started(folder) as process:
+    with running_study(folder) as process:
         process.kill()
     (run,) = slow_runs(folder)
-    assert not (run / "result.json").exists()  # the orphan is at work
-    answer = compare("toy", out=folder, **{**TOY, **ASK})
-    assert came_from(run) == [0]  # nobody trained beside it
-    assert [row["loss"] for row in answer.rows] == undisturbed
+    assert not (run / "result.json").exists()  # the orphaned worker still trains
+    comparison = compare("toy", out=folder, **{**TOY, **SETTINGS})
+    assert start_steps(run) == [0]  # no second worker was started
+    assert [row["loss"] for row in comparison.rows] == expected_losses
 
 
-def test_killed_with_its_workers_it_goes_on_from_their_last_checkpoints(
-    tmp_path: Path, undisturbed: list[Any]
-) -> None:
+def test_killed_workers_resume_from_their_checkpoints(tmp_path: Path, expected_losses: list[Any]) -> None:
     folder = tmp_path / "s"
-    with started(folder) as process:
+    with running_study(folder) as process:
         (run,) = slow_runs(folder)
         process.kill()
         os.kill(int((run / "starts.txt").read_text().split()[0]), signal.SIGKILL)
     assert not (run / "result.json").exists()
-    answer = compare("toy", out=folder, **{**TOY, **ASK})
-    first, second = came_from(run)
+    comparison = compare("toy", out=folder, **{**TOY, **SETTINGS})
+    first, second = start_steps(run)
     assert first == 0 < second
-    assert [row["loss"] for row in answer.rows] == undisturbed
+    assert [row["loss"] for row in comparison.rows] == expected_losses
 
 
-def test_a_busy_run_is_not_started_twice(tmp_path: Path) -> None:
+def test_locked_run_is_not_started(tmp_path: Path) -> None:
     engine = LocalEngine((sys.executable, "-c", "import time; time.sleep(30)"))
     first = engine.start(tmp_path, 0)
     assert engine.start(tmp_path, 1).poll() == RUN_LOCKED
@@ -139,7 +141,7 @@ def test_a_busy_run_is_not_started_twice(tmp_path: Path) -> None:
     third.kill()
 
 
-def test_workers_get_their_threads(tmp_path: Path) -> None:
+def test_worker_thread_count(tmp_path: Path) -> None:
     code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
     handle = LocalEngine((sys.executable, "-c", code), threads=3).start(tmp_path, 0)
     while handle.poll() is None:
@@ -147,46 +149,64 @@ def test_workers_get_their_threads(tmp_path: Path) -> None:
     assert RunDir(tmp_path).last_log_line() == "3 3"
 
 
-def watched(folder: Path) -> RunTracker:
+def make_tracker(folder: Path) -> RunTracker:
     config = {"train": {"batch_size": 1}, "data": {"seq_len": 10}}
     return RunTracker(RunSpec("compare", "euler@gpt2", 0, 1e-3, 100, config), RunDir(folder))
 
 
-def test_reads_what_is_appended_even_in_pieces(tmp_path: Path) -> None:
-    one = watched(tmp_path)
-    one.read_new_metrics()
+def test_read_new_metrics_of_partial_lines(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    tracker.read_new_metrics()
     row = json.dumps({"kind": "train", "step": 3, "tokens": 30, "loss": 2.5, "tokens_per_second": 7.0})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         for piece in (row[:20], row[20:] + "\n", '{"kind": "eval", "step": 4, "tokens": 40, "loss": NaN}\n'):
             file.write(piece)
             file.flush()
-            one.read_new_metrics()
-    assert (one.step, one.tokens, one.loss, one.tokens_per_second) == (4, 40, 2.5, 7.0)
-    assert one.time_left() == pytest.approx(60 / 7)
+            tracker.read_new_metrics()
+    assert (tracker.step, tracker.tokens, tracker.loss, tracker.tokens_per_second) == (4, 40, 2.5, 7.0)
+    assert tracker.time_left() == pytest.approx(60 / 7)
 
 
-def test_the_later_row_of_a_step_counts_and_a_cut_line_does_not(tmp_path: Path) -> None:
+def test_metrics_keep_the_later_row_and_skip_incomplete_lines(tmp_path: Path) -> None:
     rows = [{"kind": "eval", "step": s, "loss": loss} for s, loss in ((0, 9.0), (5, 5.0), (5, 4.0))]
     text = "".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "eval", "st'
     (tmp_path / "metrics.jsonl").write_text(text)
     assert [row["loss"] for row in RunDir(tmp_path).metrics()["eval"]] == [9.0, 4.0]
 
 
-def test_a_killed_worker_is_a_failure_that_says_so(tmp_path: Path) -> None:
-    one = watched(tmp_path)
+def test_killed_worker_is_recorded_as_failed(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
     handle = LocalEngine((sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL})")).start(
         tmp_path, 0
     )
-    one.mark_running()
+    tracker.mark_running()
     while (code := handle.poll()) is None:
         time.sleep(0.02)
-    one.mark_exited(code)
-    assert (one.status, one.message) == ("failed", "killed by signal 9")
-    assert one.run_dir.result() == {"status": "failed", "error": "killed by signal 9"}
+    tracker.mark_exited(code)
+    assert (tracker.status, tracker.message) == ("failed", "killed by signal 9")
+    assert tracker.run_dir.result() == {"status": "failed", "error": "killed by signal 9"}
     assert os.path.exists(tmp_path / "log.txt")
 
 
-def test_ray_keeps_the_same_contract(tmp_path: Path, undisturbed: list[Any]) -> None:
+def test_ray_engine(tmp_path: Path, expected_losses: list[Any]) -> None:
     pytest.importorskip("ray")
-    answer = compare("toy", out=tmp_path / "s", engine="ray", **{**TOY, **ASK})
-    assert [row["loss"] for row in answer.rows] == undisturbed
+    comparison = compare("toy", out=tmp_path / "s", engine="ray", **{**TOY, **SETTINGS})
+    assert [row["loss"] for row in comparison.rows] == expected_losses
+
+
+def test_bad_input_keeps_message_and_code(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    error = InputError("seq_len 1 is too short [see docs]", code="invalid-seq-len")
+    code = f"import sys; print({error.to_line()!r}); sys.exit({EXIT_BAD_INPUT})"
+    handle = LocalEngine((sys.executable, "-c", code)).start(tmp_path, 0)
+    tracker.mark_running()
+    while (exit_code := handle.poll()) is None:
+        time.sleep(0.02)
+    tracker.mark_exited(exit_code)
+    assert tracker.status == "failed"
+    assert str(tracker.input_error()) == str(error)
+    assert tracker.input_error().code == "invalid-seq-len"
+
+
+def test_error_line_of_any_other_text_is_the_message() -> None:
+    assert str(InputError.from_line("Killed")) == "Killed"

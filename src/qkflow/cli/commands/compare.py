@@ -1,45 +1,28 @@
-"""`qkflow compare`: does a variant beat standard attention on this corpus?"""
+"""`qkflow compare`: does a variant beat standard attention on a corpus?"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from qkflow import console, studies
+from qkflow.cli.options import options_from
+from qkflow.report import write_outputs
 from qkflow.studies import Comparison, ComparisonConfig
+from qkflow.studies.config import ExecutionConfig
 from qkflow.studies.runner.execution import StudyInterrupted
 
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
-def compare(
-    data: str = ComparisonConfig.data,
-    variants: tuple[str, ...] = ComparisonConfig.variants,
-    controls: tuple[str, ...] = ComparisonConfig.controls,
-    inits: tuple[str, ...] = ComparisonConfig.inits,
-    seeds: int = ComparisonConfig.seeds,
-    preset: str = ComparisonConfig.preset,
-    tokens: str | None = None,
-    minutes: float | None = None,
-    out: Path | None = None,
-    tokenizer: str = ComparisonConfig.tokenizer,
-    seq_len: int = ComparisonConfig.seq_len,
-    batch_size: int = ComparisonConfig.batch_size,
-    lr: float = ComparisonConfig.lr,
-    schedule: str = ComparisonConfig.schedule,
-    tune_lr: bool = ComparisonConfig.tune_lr,
-    lr_factors: tuple[str, ...] = ("0.5", "1", "2"),
-    match: str = ComparisonConfig.match,
-    verdict: bool = ComparisonConfig.verdict,
-    confidence: float = ComparisonConfig.confidence,
-    device: str = ComparisonConfig.device,
-    engine: str = "local",
-    jobs: int | None = None,
-    threads: int = 1,
-    json: bool = False,
-) -> int:
-    """Compare variants of attention with the best-started standard model on a corpus.
 
-    Every variant is trained from every start with the same seeds; what is judged is the paired difference
-    of final validation losses, each side at its best start, with an interval and a verdict in words.
-    The same command goes on where an interrupted one stopped; more seeds or variants may be added later.
+@options_from(ComparisonConfig, ExecutionConfig, as_text=("tokens",))
+def compare(settings: dict[str, Any], out: Path | None = None, json: bool = False) -> int:
+    """Compare variants of attention with the standard model at its best init.
+
+    Every variant is trained with every init and the same seeds. The verdict is on the paired difference of
+    final validation losses, each side at its best init, with an interval. Without --tokens and --minutes, a
+    run trains on 200k tokens.
+    The same command resumes an interrupted comparison; seeds, variants and inits may be added later.
 
     examples:
       qkflow compare
@@ -48,56 +31,38 @@ def compare(
       qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
 
     Args:
-        data: The corpus: a built-in name, a path, or hf:NAME.
-        variants: What to compare, e.g. standard,euler,leapfrog:n=7,affine+differential,euler@fan_in.
-        controls: What stands beside the variants to explain a gain; `none` for nothing.
-        starts: The starts every variant and the standard model run from, e.g. gpt2,fan_in,mimetic.
-        seeds: How many paired seeds; a verdict needs at least 3.
-        preset: The size of the model: tiny, small, 60m, 150m, 350m or 455m.
-        tokens: Training tokens of a run, e.g. 200k or 1M (200k unless --minutes is given).
-        minutes: Instead of --tokens: about how long the whole comparison may take.
-        out: The study's folder (default: runs/DATA-PRESET-BUDGET).
-        tokenizer: How text becomes tokens: bytes, bpe:SIZE, a path or hf:NAME.
-        length: Tokens in a window.
-        batch: Windows in a step.
-        lr: The learning rate (with --tune-lr the middle of the grid).
-        schedule: How the learning rate goes over a run: cosine, wsd or constant.
-        tune_lr: Give every variant from every start the same small learning-rate search.
-        lr_factors: The grid of that search, as factors of --lr.
-        match: What runs have in common: tokens, time or flops.
-        verdict: Give numbers without verdicts, which allows fewer than 3 seeds.
-        confidence: The level of intervals and verdicts.
-        device: auto, cpu, cuda or mps.
-        engine: local processes, or ray.
-        jobs: Runs at a time (default: one per core, or per GPU).
-        threads: Threads of a run.
-        json: Print the summary as JSON, and nothing else, on stdout.
+        out: Folder of the study (default: runs/DATA-PRESET-BUDGET).
+        json: Print the summary as one JSON object on stdout.
     """
-    asked = {name: value for name, value in locals().items() if name in ComparisonConfig.__dataclass_fields__}
     try:
-        answer = studies.compare(out=out, engine=engine, jobs=jobs, threads=threads, **asked)
+        comparison = studies.compare(out=out, **settings)
     except StudyInterrupted:
-        console.err.print("stopped; everything done so far is kept: the same command goes on from there")
-        return 130
-    return print_comparison(answer, json)
+        return print_interrupted()
+    write_outputs(comparison)
+    return print_comparison(comparison, json)
+
+
+def print_interrupted() -> int:
+    console.err.print("interrupted; all finished work is saved: run the same command to resume")
+    return EXIT_INTERRUPTED
 
 
 def print_comparison(comparison: Comparison, json: bool) -> int:
-    """Print a comparison; the exit code says whether every run finished."""
+    """Print a comparison; return exit code 1 if a run has not finished."""
     from qkflow.report.tables import terminal_table
 
+    summary = comparison.summary
     if json:
-        console.emit_json({**comparison.summary, "folder": str(comparison.folder)})
+        console.emit_json({**summary.to_dict(), "folder": str(comparison.folder)})
     else:
         out = console.out
-        out.print(terminal_table(comparison.summary))
+        out.print(terminal_table(summary))
         out.print()
-        out.print(comparison.summary["headline"], markup=False, highlight=False, style="bold")
+        out.print(summary.headline, markup=False, highlight=False, style="bold")
         for sentence in comparison.verdicts.values():
             out.print(f"• {sentence}", markup=False, highlight=False)
-        for note in comparison.summary["notes"]:
+        for note in summary.notes:
             out.print(f"! {note}", markup=False, highlight=False, style="yellow")
-        out.print(
-            f"report: {comparison.folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True
-        )
-    return 0 if comparison.complete else 1
+        page = comparison.folder / "report.html"
+        out.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if comparison.is_complete else 1

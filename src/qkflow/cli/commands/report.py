@@ -1,4 +1,4 @@
-"""`qkflow report`: build a comparison's outputs anew from its folder."""
+"""`qkflow report`: rebuild the outputs of a study from its folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import tyro
 
 
 def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
-    """Write report.html, summary.json, summary.csv and curves.csv anew from the runs in a study's folder.
+    """Rebuild report.html, summary.json, summary.csv and curves.csv from the runs in a study's folder.
 
-    Nothing is trained. It may be run while the comparison is still going, to see how things stand.
+    Nothing is trained. The study may still be running; the report then covers its finished runs.
 
     examples:
       qkflow report runs/speeches-tiny-200000
       qkflow report study --json
 
     Args:
-        folder: The folder `qkflow compare` or `qkflow pace study` wrote.
-        json: Print the summary as JSON, and nothing else, on stdout.
+        folder: Folder that `qkflow compare` or `qkflow pace study` wrote.
+        json: Print the summary as one JSON object on stdout.
     """
     from qkflow.studies.pace.config import is_pace_study
     from qkflow.studies.runner.study_dir import StudyDir
@@ -29,6 +29,9 @@ def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
 
         return report_study(rebuild_pace_study(folder), json)
     from qkflow.cli.commands.compare import print_comparison
-    from qkflow.studies import rebuild_report
+    from qkflow.report import write_outputs
+    from qkflow.studies import load_comparison
 
-    return print_comparison(rebuild_report(folder), json)
+    comparison = load_comparison(folder)
+    write_outputs(comparison)
+    return print_comparison(comparison, json)

@@ -3,17 +3,17 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const config = { responsive: true, displaylogo: false, displayModeBar: false };
 
-  // Plots take their text and grid colours from the page, so that they follow light and dark.
+  // Plots take their text and grid colors from the page, so that they follow light and dark.
   function themed() {
     const css = getComputedStyle(document.documentElement);
-    const colour = (name) => css.getPropertyValue(name).trim();
-    const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: colour("--ink") };
-    const change = { font, hoverlabel: { bgcolor: colour("--paper"), bordercolor: colour("--line"), font } };
+    const color = (name) => css.getPropertyValue(name).trim();
+    const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: color("--ink") };
+    const change = { font, hoverlabel: { bgcolor: color("--paper"), bordercolor: color("--line"), font } };
     for (const axis of ["xaxis", "yaxis"]) {
-      change[axis + ".gridcolor"] = colour("--grid");
-      change[axis + ".zerolinecolor"] = colour("--soft");
-      change[axis + ".tickcolor"] = colour("--line");
-      change[axis + ".linecolor"] = colour("--line");
+      change[axis + ".gridcolor"] = color("--grid");
+      change[axis + ".zerolinecolor"] = color("--soft");
+      change[axis + ".tickcolor"] = color("--line");
+      change[axis + ".linecolor"] = color("--line");
     }
     return change;
   }
@@ -33,11 +33,11 @@
     for (const name of Object.keys(figures)) Plotly.relayout(name, themed());
   });
 
-  const allStarts = document.getElementById("all-starts");
-  if (allStarts) allStarts.addEventListener("change", () => {
+  const allInits = document.getElementById("all-inits");
+  if (allInits) allInits.addEventListener("change", () => {
     for (const name of ["loss-tokens", "loss-seconds"]) {
       if (!figures[name]) continue;
-      Plotly.restyle(name, { visible: figures[name].data.map((trace) => trace.meta.best || allStarts.checked) });
+      Plotly.restyle(name, { visible: figures[name].data.map((trace) => trace.meta.best || allInits.checked) });
     }
   });
 
@@ -45,10 +45,10 @@
   if (layer) layer.addEventListener("change", () => {
     for (const name of Object.keys(figures)) {
       if (!name.startsWith("probe-")) continue;
-      // A probe without layers (one number) stays as it is.
+      // A probe without layers (one number) is always shown.
       const layered = figures[name].data.some((trace) => trace.meta.layer === layer.value);
-      const wanted = layered ? layer.value : "mean";
-      Plotly.restyle(name, { visible: figures[name].data.map((trace) => trace.meta.layer === wanted) });
+      const shown = layered ? layer.value : "mean";
+      Plotly.restyle(name, { visible: figures[name].data.map((trace) => trace.meta.layer === shown) });
     }
   });
 })();

@@ -1,1 +1,7 @@
-"""Runs of a study: engines, the queue that executes them, the live table, and the study directory."""
+"""Execution of the runs of a study.
+
+engines     where runs are executed: local processes or Ray; a new engine goes here
+execution   the queue: which run is started when, and its state
+live        the table on the terminal
+study_dir   the files of a study and of its runs
+"""

@@ -1,7 +1,19 @@
-"""Where runs are run: as processes here, or spread over machines by Ray.
+"""Engines: where the runs of a study are executed.
 
-An engine starts one worker process per run; all they share with the study is the run's folder. The exit code
-says how it ended: 0 done, 75 stopped on request with its state saved, 2 bad input, anything else a failure.
+To add an engine (SLURM, Kubernetes, ...):
+1. write a class with the three methods of `Engine`, and one with the three methods of `WorkerHandle`;
+2. add it to `ENGINES`, and its name to `EngineName` in `qkflow.studies.config`.
+
+An engine starts one worker process per run: `python -m qkflow.training.worker FOLDER`, or the command of the
+study. The run's folder is the only interface between worker and study, so all machines must share it. The
+exit code of a worker (`qkflow.training.run_dir`) tells how the run ended:
+
+| exit code | meaning |
+|---|---|
+| 0 (EXIT_FINISHED) | finished: result.json is written |
+| 75 (EXIT_INTERRUPTED) | stopped by SIGTERM: the state is saved |
+| 2 (EXIT_BAD_INPUT) | bad input: the last line of log.txt is `InputError.to_line()` |
+| other | failed: result.json or the last line of log.txt has the reason |
 """
 
 from __future__ import annotations
@@ -10,37 +22,58 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from qkflow.errors import InputError
+from qkflow.studies.config import EngineName
+from qkflow.studies.runner.study_dir import LOG_FILE
 from qkflow.system import process_cpu_count
 
 WORKER_ARGS = ("-m", "qkflow.training.worker")
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 75
-RUN_LOCKED = -1001  # not started: another process still works in the run's folder
-WORKER_LOST = -1002  # the machine that ran it is gone
+# what `WorkerHandle.poll` returns besides exit codes
+RUN_LOCKED = -1001  # not started: another process is using the run's folder
+WORKER_LOST = -1002  # the machine of the worker is gone
 
 
 class WorkerHandle(Protocol):
-    """A worker at work; `poll` gives its exit code, or BUSY or LOST, once there is one."""
+    """One worker that an engine has started."""
 
-    def poll(self) -> int | None: ...
-    def stop(self) -> None: ...
-    def kill(self) -> None: ...
+    def poll(self) -> int | None:
+        """Return None while the worker runs, then its exit code, RUN_LOCKED or WORKER_LOST. Never blocks."""
+
+    def stop(self) -> None:
+        """Ask the worker to save its state and exit (SIGTERM). Does not wait."""
+
+    def kill(self) -> None:
+        """Kill the worker and wait until it is gone."""
 
 
 class Engine(Protocol):
-    def default_jobs(self) -> int: ...
-    def start(self, folder: Path, slot: int) -> WorkerHandle: ...
-    def close(self) -> None: ...
+    """Starts workers. `execution.execute_runs` decides which run is started when."""
+
+    def default_jobs(self) -> int:
+        """Return how many workers to run at a time."""
+
+    def start(self, folder: Path, slot: int) -> WorkerHandle:
+        """Start the worker of the run in `folder`; `slot` < jobs is free, and may select a GPU.
+
+        stdout and stderr of the worker go to `folder/log.txt`.
+        """
+
+    def close(self) -> None:
+        """Release what the engine holds, after its last worker."""
+
+
+class EngineFactory(Protocol):
+    def __call__(self, command: Sequence[str] | None, threads: int, device: str) -> Engine:
+        """Build an engine. `command` starts a worker, with the run's folder as its last argument."""
 
 
 def cuda_device_count(device: str) -> int:
-    """How many CUDA devices there are to share out, if they are wanted."""
+    """Return the number of CUDA devices to distribute workers over, 0 if `device` excludes CUDA."""
     if device not in ("auto", "cuda"):
         return 0
     import torch
@@ -53,15 +86,15 @@ class LocalWorker:
 
     def __init__(self, command: Sequence[str], folder: Path, env: dict[str, str]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        with _run_lock(folder / ".lock") as (free, inherited), open(folder / "log.txt", "ab") as log:
-            if free:
+        with _run_lock(folder / ".lock") as (is_free, inherited), open(folder / LOG_FILE, "ab") as log:
+            if is_free:
                 self._process = subprocess.Popen(
                     [*command, str(folder)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **env},
-                    # Ctrl-C in a terminal reaches the whole group: workers are stopped by us, once.
+                    # Ctrl-C reaches the whole process group of a terminal; workers get one SIGTERM instead.
                     start_new_session=True,
                     pass_fds=inherited,
                 )
@@ -81,10 +114,10 @@ class LocalWorker:
 
 @contextmanager
 def _run_lock(path: Path) -> Iterator[tuple[bool, tuple[int, ...]]]:
-    """Try for a run's lock: whether it was free, and the descriptor for the worker to inherit.
+    """Try to lock a run; yield whether it was free, and the file descriptors for the worker to inherit.
 
-    The worker holds the lock through that descriptor for as long as it lives, even when whoever started it is
-    killed: a comparison started again waits for such an orphan instead of training beside it.
+    The worker holds the lock through its descriptor until it exits, even if the study that started it is
+    killed. A resumed study then waits for this worker instead of training the same run beside it.
     """
     try:
         import fcntl
@@ -94,17 +127,17 @@ def _run_lock(path: Path) -> Iterator[tuple[bool, tuple[int, ...]]]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        free = True
+        is_free = True
     except BlockingIOError:
-        free = False
+        is_free = False
     try:
-        yield free, (descriptor,)
+        yield is_free, (descriptor,)
     finally:
         os.close(descriptor)
 
 
 class LocalEngine:
-    """Single-thread processes side by side: at these sizes n of them beat one process with n threads."""
+    """Processes of this machine, one per CPU core or GPU: small models train faster side by side."""
 
     def __init__(self, command: Sequence[str] | None = None, threads: int = 1, device: str = "auto") -> None:
         self.command = tuple(command or (sys.executable, *WORKER_ARGS))
@@ -115,23 +148,25 @@ class LocalEngine:
         return self.n_gpus or max(1, process_cpu_count() // self.threads)
 
     def start(self, folder: Path, slot: int) -> WorkerHandle:
-        environment = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        env = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         if self.n_gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.n_gpus)
-        return LocalWorker(self.command, folder, environment)
+            env["CUDA_VISIBLE_DEVICES"] = str(slot % self.n_gpus)
+        return LocalWorker(self.command, folder, env)
 
     def close(self) -> None:
         pass
 
 
 class RayEngine:
-    """The same workers, placed by Ray on the machines of a cluster, which must share the study's folder."""
+    """Workers on the machines of a Ray cluster, which must share the study's folder."""
 
     def __init__(self, command: Sequence[str] | None = None, threads: int = 1, device: str = "auto") -> None:
         try:
             import ray
         except ImportError:
-            raise InputError('--engine ray needs Ray: pip install "qkflow[ray]"') from None
+            raise InputError(
+                '--engine ray needs Ray: pip install "qkflow[ray]"', code="missing-dependency"
+            ) from None
         self.ray: Any = ray
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
@@ -140,18 +175,16 @@ class RayEngine:
         self.threads = threads
         self._n_gpus = int(resources.get("GPU", 0)) if device in ("auto", "cuda") else 0
         self._n_cpus = int(resources.get("CPU", 1))
-        placed = ray.remote(num_cpus=threads, num_gpus=1 if self._n_gpus else 0)
-        # On a node the interpreter is the node's own, so the default command is made there.
-        self._actor = placed(_RayWorker)
+        self._actor = ray.remote(num_cpus=threads, num_gpus=1 if self._n_gpus else 0)(_RayWorker)
+        # None: each node builds the default command with its own Python interpreter
         self.command = tuple(command) if command else None
 
     def default_jobs(self) -> int:
         return self._n_gpus or max(1, self._n_cpus // self.threads)
 
     def start(self, folder: Path, slot: int) -> WorkerHandle:
-        return _RayWorkerHandle(
-            self.ray, self._actor.remote(self.command, self.threads, str(folder.resolve()))
-        )
+        actor = self._actor.remote(self.command, self.threads, str(folder.resolve()))
+        return _RayWorkerHandle(self.ray, actor)
 
     def close(self) -> None:
         if self._owns_ray:
@@ -159,10 +192,10 @@ class RayEngine:
 
 
 class _RayWorker:
-    """Lives on a node: starts the worker there as the local engine would, and keeps hold of it."""
+    """Ray actor that starts a local worker on its node."""
 
     def __init__(self, command: Sequence[str] | None, threads: int, folder: str) -> None:
-        engine = LocalEngine(command, threads, device="placed by Ray")
+        engine = LocalEngine(command, threads, device="assigned by ray")
         self._worker = engine.start(Path(folder), 0)
 
     def poll(self) -> int | None:
@@ -181,9 +214,8 @@ class _RayWorkerHandle:
         self._poll_ref = actor.poll.remote()
 
     def poll(self) -> int | None:
-        """Never waits: an actor that has not found its place yet simply has not answered."""
         ready, _ = self._ray.wait([self._poll_ref], timeout=0)
-        if not ready:
+        if not ready:  # also while the actor waits for resources
             return None
         try:
             code: int | None = self._ray.get(self._poll_ref)
@@ -192,18 +224,16 @@ class _RayWorkerHandle:
         if code is None:
             self._poll_ref = self._actor.poll.remote()
         else:
-            self._ray.kill(self._actor)  # gives its place to the next
+            self._ray.kill(self._actor)  # frees its resources
         return code
 
     def stop(self) -> None:
         self._actor.stop.remote()
 
     def kill(self) -> None:
-        self._ray.wait([self._actor.kill.remote()], timeout=5)  # the worker first: it outlives its actor
+        # the process first: it would survive its actor
+        self._ray.wait([self._actor.kill.remote()], timeout=5)
         self._ray.kill(self._actor)
 
 
-ENGINES: dict[str, Callable[[Sequence[str] | None, int, str], Engine]] = {
-    "local": LocalEngine,
-    "ray": RayEngine,
-}
+ENGINES: dict[EngineName, EngineFactory] = {"local": LocalEngine, "ray": RayEngine}

@@ -1,4 +1,4 @@
-"""Runs a list of runs: a queue, a few workers at once, nothing repeated, everything resumable."""
+"""Execute a list of runs: a queue with a few workers at a time. Finished runs are skipped, others resume."""
 
 from __future__ import annotations
 
@@ -11,36 +11,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Literal
 
 from qkflow.console import err
 from qkflow.errors import InputError
 from qkflow.studies.grid import RunSpec
-from qkflow.studies.runner.engines import (
-    EXIT_BAD_INPUT,
-    EXIT_INTERRUPTED,
-    RUN_LOCKED,
-    WORKER_LOST,
-    Engine,
-    WorkerHandle,
-)
+from qkflow.studies.runner.engines import RUN_LOCKED, WORKER_LOST, Engine, WorkerHandle
 from qkflow.studies.runner.live import LiveTable
-from qkflow.studies.runner.study_dir import RunDir, StudyDir, parse_metrics_row
+from qkflow.studies.runner.study_dir import RunDir, StudyDir
+from qkflow.training.metrics_log import parse_row
+from qkflow.training.run_dir import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, METRICS_FILE
 
-POLL_INTERVAL = 0.2  # seconds between looks at the workers
-SHUTDOWN_TIMEOUT = 60.0  # seconds a worker has to save its state when asked to stop
+POLL_INTERVAL = 0.2  # seconds
+SHUTDOWN_TIMEOUT = 60.0  # seconds for workers to save their state
+
+RunStatus = Literal["waiting", "running", "finished", "reused", "failed", "interrupted"]
 
 
 class StudyInterrupted(KeyboardInterrupt):
-    """The user asked to stop; the workers have saved their state."""
+    """The user interrupted a study; its workers have saved their state."""
 
 
 @dataclass
 class RunTracker:
-    """A run and what is known of it while it goes."""
+    """The state of one run during execution."""
 
     spec: RunSpec
     run_dir: RunDir
-    status: str = "waiting"  # waiting | running | finished | reused | failed | interrupted
+    status: RunStatus = "waiting"
     step: int = 0
     tokens: int = 0
     loss: float | None = None
@@ -58,113 +56,141 @@ class RunTracker:
     def mark_running(self) -> None:
         self.status, self._start_time = "running", time.monotonic()
 
+    def mark_reused(self) -> None:
+        self.status, self.step, self.tokens = "reused", self.spec.steps, self.spec.tokens
+        self.loss = (self.run_dir.result() or {}).get("loss")
+
     def time_left(self) -> float | None:
         if not self.tokens_per_second:
             return None
         return max(0, self.spec.tokens - self.tokens) / self.tokens_per_second
 
     def read_new_metrics(self) -> None:
-        """Read what the worker has appended since the last look."""
+        """Read the rows that the worker has appended since the last call."""
         try:
-            with open(self.run_dir.path / "metrics.jsonl", "rb") as file:
+            with open(self.run_dir.path / METRICS_FILE, "rb") as file:
                 file.seek(self._read_offset)
                 new = file.read()
         except FileNotFoundError:
             return
         self._read_offset += len(new)
         *lines, self._partial_line = (self._partial_line + new).split(b"\n")
-        for row in filter(None, map(parse_metrics_row, lines)):
+        for row in filter(None, map(parse_row, lines)):
             if row["kind"] not in ("train", "eval"):
                 continue
             self.step, self.tokens = row["step"], int(row.get("tokens", self.tokens))
-            loss, pace = row.get("loss"), row.get("tokens_per_second")
+            loss, speed = row.get("loss"), row.get("tokens_per_second")
             if isinstance(loss, int | float) and math.isfinite(loss):
                 self.loss = loss
-            if isinstance(pace, int | float) and pace > 0:
-                self.tokens_per_second = pace
+            if isinstance(speed, int | float) and speed > 0:
+                self.tokens_per_second = speed
 
     def mark_exited(self, exit_code: int) -> None:
-        """Settle what became of it, from the exit code and the files it left."""
+        """Set the final status from exit code and result.json; write result.json if the worker has not."""
         self.read_new_metrics()
         self.wall_seconds = time.monotonic() - self._start_time
         result = self.run_dir.result()
-        if exit_code == 0 and result and result.get("status") == "finished":
+        if exit_code == EXIT_FINISHED and result and result.get("status") == "finished":
             self.status, self.step, self.tokens = "finished", self.spec.steps, self.spec.tokens
             self.loss = result.get("loss", self.loss)
         elif exit_code == EXIT_INTERRUPTED:
-            self.status, self.message = "interrupted", "stopped, its state is saved"
+            self.status, self.message = "interrupted", "its state is saved"
         else:
-            self.status = "failed"
-            said = (result or {}).get("error") or self.run_dir.last_log_line()
-            self.message = (
-                f"killed by signal {-exit_code}"
-                if WORKER_LOST < exit_code < 0
-                else str(said or f"exit code {exit_code}")
-            )
-            if exit_code == WORKER_LOST:
-                self.message = "its machine was lost"
+            self.status, self.message = "failed", self._failure(exit_code)
             if result is None:
                 self.run_dir.write_failure(self.message)
+
+    def _failure(self, exit_code: int) -> str:
+        if exit_code == WORKER_LOST:
+            return "its machine was lost"
+        if exit_code == EXIT_BAD_INPUT:
+            return str(self.input_error())
+        if exit_code < 0:
+            return f"killed by signal {-exit_code}"
+        reported = (self.run_dir.result() or {}).get("error") or self.run_dir.last_log_line()
+        return str(reported or f"exit code {exit_code}")
+
+    def input_error(self) -> InputError:
+        """Return the error of a worker that exited with EXIT_BAD_INPUT."""
+        return InputError.from_line(self.run_dir.last_log_line())
 
 
 def execute_runs(
     title: str, runs: Sequence[RunSpec], study_dir: StudyDir, engine: Engine, jobs: int | None = None
 ) -> list[RunTracker]:
-    """Run everything that is not finished yet, `jobs` at a time, in the order given."""
-    watched = [RunTracker(run, study_dir.run_dir(run.id)) for run in runs]
-    for one in watched:
-        if one.run_dir.is_finished:
-            one.status, one.step, one.tokens = "reused", one.spec.steps, one.spec.tokens
-            one.loss = (one.run_dir.result() or {}).get("loss")
+    """Execute all runs that are not finished, `jobs` at a time, in order.
+
+    Raise StudyInterrupted on Ctrl-C or SIGTERM, once all workers have saved their state, and InputError if a
+    worker rejects its config.
+    """
+    trackers = [RunTracker(run, study_dir.run_dir(run.id)) for run in runs]
+    for tracker in trackers:
+        if tracker.run_dir.is_finished:
+            tracker.mark_reused()
         else:
-            one.read_new_metrics()  # where an interrupted run will go on from
-    queue = deque(one for one in watched if not one.is_done)
+            tracker.read_new_metrics()  # the progress of an interrupted run
+    queue = deque(tracker for tracker in trackers if not tracker.is_done)
     if queue:
-        with _sigterm_as_keyboard_interrupt(), LiveTable(title, watched) as board:
-            _run_queue(queue, board, engine, jobs or engine.default_jobs())
-    return watched
+        with _sigterm_as_keyboard_interrupt(), LiveTable(title, trackers) as live_table:
+            _run_queue(queue, live_table, engine, jobs or engine.default_jobs())
+    return trackers
+
+
+Active = dict[int, tuple[RunTracker, WorkerHandle]]  # by slot
 
 
 def _run_queue(queue: deque[RunTracker], live_table: LiveTable, engine: Engine, jobs: int) -> None:
-    working: dict[int, tuple[RunTracker, WorkerHandle]] = {}  # by slot
+    active: Active = {}
     try:
-        while queue or working:
-            for slot in range(jobs):
-                if slot not in working and queue:
-                    one = queue.popleft()
-                    if one.run_dir.is_finished:  # meanwhile, by the orphan that kept it busy
-                        one.mark_exited(0)
-                        continue
-                    one.run_dir.write_config(one.spec.config)
-                    one.run_dir.clear_failure()
-                    working[slot] = one, engine.start(one.run_dir.path, slot)
-                    one.mark_running()
-            for slot, (one, handle) in list(working.items()):
-                one.read_new_metrics()
-                code = handle.poll()
-                if code is None:
-                    continue
-                del working[slot]
-                if code == RUN_LOCKED:  # an orphan of a comparison that was killed: come back to it later
-                    one.status = "waiting"
-                    queue.append(one)
-                    continue
-                one.mark_exited(code)
-                if code == EXIT_BAD_INPUT:
-                    raise InputError(f"{one.spec.cell}: {one.message.removeprefix('qkflow: ')}")
+        while queue or active:
+            _start_runs(queue, active, engine, jobs)
+            _poll_runs(queue, active)
             live_table.refresh()
             time.sleep(POLL_INTERVAL)
     except KeyboardInterrupt:
-        _stop_workers(working)
+        _stop_workers(active)
         raise StudyInterrupted from None
     finally:
-        for _, handle in working.values():
+        for _, handle in active.values():
             handle.kill()
 
 
-def _stop_workers(active: dict[int, tuple[RunTracker, WorkerHandle]]) -> None:
-    """Ask every worker to save and leave; those still working when this returns are killed by the caller."""
-    err.print(f"stopping: {len(active)} runs save their state (Ctrl-C again to stop at once)")
+def _start_runs(queue: deque[RunTracker], active: Active, engine: Engine, jobs: int) -> None:
+    """Fill the free slots from the queue."""
+    for slot in range(jobs):
+        if slot in active or not queue:
+            continue
+        tracker = queue.popleft()
+        if tracker.run_dir.is_finished:  # by a worker of an earlier study that held its lock
+            tracker.mark_exited(EXIT_FINISHED)
+            continue
+        tracker.run_dir.write_config(tracker.spec.config)
+        tracker.run_dir.clear_failure()
+        active[slot] = tracker, engine.start(tracker.run_dir.path, slot)
+        tracker.mark_running()
+
+
+def _poll_runs(queue: deque[RunTracker], active: Active) -> None:
+    """Update every active run; remove those that have exited."""
+    for slot, (tracker, handle) in list(active.items()):
+        tracker.read_new_metrics()
+        code = handle.poll()
+        if code is None:
+            continue
+        del active[slot]
+        if code == RUN_LOCKED:  # a worker of a killed study still trains this run: try again later
+            tracker.status = "waiting"
+            queue.append(tracker)
+            continue
+        tracker.mark_exited(code)
+        if code == EXIT_BAD_INPUT:
+            error = tracker.input_error()
+            raise InputError(f"{tracker.spec.cell}: {error}", code=error.code)
+
+
+def _stop_workers(active: Active) -> None:
+    """Ask all workers to save their state and exit; the caller kills those that have not after a timeout."""
+    err.print(f"interrupted: {len(active)} runs are saving their state (Ctrl-C again to stop at once)")
     deadline = time.monotonic() + SHUTDOWN_TIMEOUT
     try:
         for _, handle in active.values():
@@ -180,15 +206,15 @@ def _stop_workers(active: dict[int, tuple[RunTracker, WorkerHandle]]) -> None:
 
 @contextmanager
 def _sigterm_as_keyboard_interrupt() -> Iterator[None]:
-    """Let SIGTERM stop a study as Ctrl-C does."""
+    """Treat SIGTERM like Ctrl-C (in the main thread; Python handles signals nowhere else)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What is seen of a study while it runs: one table of all runs, and when it will be done."""
+"""The live table of a running study: all runs, and the time left."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.text import Text
 from qkflow.console import err
 
 if TYPE_CHECKING:
-    from qkflow.studies.runner.execution import RunTracker
+    from qkflow.studies.runner.execution import RunStatus, RunTracker
 
-_STATUS_STYLES = {
+_STATUS_STYLES: dict[RunStatus, str] = {
     "running": "cyan",
     "finished": "green",
     "reused": "green",
@@ -26,8 +26,15 @@ _STATUS_STYLES = {
     "interrupted": "yellow",
     "waiting": "dim",
 }
-# Of a table too long for the terminal the most telling rows stay.
-_STATUS_PRIORITY = ("running", "failed", "interrupted", "finished", "waiting", "reused")
+# Which rows are kept when the table is longer than the terminal.
+_STATUS_PRIORITY: tuple[RunStatus, ...] = (
+    "running",
+    "failed",
+    "interrupted",
+    "finished",
+    "waiting",
+    "reused",
+)
 
 
 def format_duration(seconds: float | None) -> str:
@@ -39,7 +46,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 class LiveTable:
-    """The live table on a terminal; one line per ended run where there is none."""
+    """A live table on a terminal; elsewhere one line per run that ends."""
 
     def __init__(self, title: str, trackers: Sequence[RunTracker]) -> None:
         self.title, self.trackers = title, trackers
@@ -63,7 +70,7 @@ class LiveTable:
             self._live.__exit__(exc_type, exc_value, traceback)
 
     def time_left(self) -> float | None:
-        """Tokens still to train, at the pace so far (start-up and evaluation included)."""
+        """Return the seconds for the remaining tokens, at the speed so far (with start-up and evaluation)."""
         done = sum(run.tokens for run in self.trackers) - self._initial_tokens
         left = sum(max(0, run.spec.tokens - run.tokens) for run in self.trackers if not run.is_done)
         elapsed = time.monotonic() - self._start_time
@@ -80,28 +87,28 @@ class LiveTable:
                 self._announce(run)
 
     def _announce(self, tracker: RunTracker) -> None:
-        """A line that stays: always for a run that did not finish, else only where there is no live table."""
+        """Print a permanent line: for a run that did not finish always, else only without a live table."""
         count = Counter(r.is_done for r in self.trackers)[True]
-        what = f"{tracker.spec.cell} seed {tracker.spec.seed}"
+        name = f"{tracker.spec.cell} seed {tracker.spec.seed}"
         if tracker.status == "finished":
             if not self._live:
                 loss = "" if tracker.loss is None else f", loss {tracker.loss:.4f}"
                 left = format_duration(self.time_left())
                 err.print(
-                    f"{count}/{len(self.trackers)} {what} finished{loss}, about {left} left",
+                    f"{count}/{len(self.trackers)} {name} finished{loss}, about {left} left",
                     markup=False,
                     soft_wrap=True,
                 )
         else:
-            said = f"{count}/{len(self.trackers)} {what} {tracker.status}: {tracker.message}"
-            err.print(said, markup=False, style="red", soft_wrap=True)
+            line = f"{count}/{len(self.trackers)} {name} {tracker.status}: {tracker.message}"
+            err.print(line, markup=False, style="red", soft_wrap=True)
 
     def _render(self) -> Group:
         table = Table(title=self.title, title_justify="left", expand=False)
-        for name in ("run", "seed", "lr", "state", "step", "loss", "tokens/s", "left"):
-            table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
-        room = max(4, err.height - 8)
-        shown = sorted(self.trackers, key=lambda run: _STATUS_PRIORITY.index(run.status))[:room]
+        for name in ("run", "seed", "lr", "status", "step", "loss", "tokens/s", "left"):
+            table.add_column(name, justify="left" if name in ("run", "status") else "right", no_wrap=True)
+        max_rows = max(4, err.height - 8)
+        shown = sorted(self.trackers, key=lambda run: _STATUS_PRIORITY.index(run.status))[:max_rows]
         for run in self.trackers:
             if run in shown:
                 table.add_row(
@@ -114,9 +121,9 @@ class LiveTable:
                     "–" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
                     format_duration(run.time_left()) if run.status == "running" else "",
                 )
-        states = Counter(run.status for run in self.trackers)
-        summary = ", ".join(f"{states[state]} {state}" for state in _STATUS_PRIORITY if states[state])
+        counts = Counter(run.status for run in self.trackers)
+        summary = ", ".join(f"{counts[status]} {status}" for status in _STATUS_PRIORITY if counts[status])
         elapsed = format_duration(time.monotonic() - self._start_time)
         return Group(
-            table, Text(f"{summary} · {elapsed} gone, about {format_duration(self.time_left())} left")
+            table, Text(f"{summary} · {elapsed} elapsed, about {format_duration(self.time_left())} left")
         )

@@ -1,21 +1,20 @@
-"""A study's folder: what was asked, one folder per run, what came out.
+"""The files of a study.
 
-FOLDER/study.yaml                       the question, the arms, the planned runs
+FOLDER/study.yaml                       config, arms and planned runs
 FOLDER/runs/<run-id>/config.yaml        written before the run
-                    /metrics.jsonl      appended by the worker; of two rows of one step the later counts
-                    /result.json        written at the end: there = the run is over
-                    /checkpoints/       while it goes; a finished run has none
-                    /model/             the trained model, of runs that are compared; log.txt
+                    /metrics.jsonl      appended by the worker; of two rows of the same step, the later counts
+                    /result.json        written at the end of the run
+                    /log.txt            stdout and stderr of the worker
+                    /checkpoints/       until the run finishes
+                    /model/             the trained model, of runs that are compared
 FOLDER/report.html  summary.json  summary.csv  curves.csv
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,31 @@ from typing import Any
 import yaml
 
 from qkflow.errors import InputError
-from qkflow.files import make_folder, write_atomic, write_json
-from qkflow.training.run_dir import read_result
+from qkflow.files import lock_folder, write_atomic
+from qkflow.training.metrics_log import read_rows_by_kind
+from qkflow.training.run_dir import (
+    METRICS_FILE,
+    MODEL_DIR,
+    RESULT_FILE,
+    RUN_CONFIG_FILE,
+    read_result,
+    write_failure,
+)
 
 STUDY_FILE = "study.yaml"
+LOG_FILE = "log.txt"
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Reads (and, before the run, writes) the files a run consists of."""
+    """The files of one run."""
 
     path: Path
 
     def write_config(self, config: dict[str, Any]) -> None:
-        if not (self.path / "config.yaml").exists():
+        if not (self.path / RUN_CONFIG_FILE).exists():
             write_atomic(
-                self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+                self.path / RUN_CONFIG_FILE, yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
             )
 
     def result(self) -> dict[str, Any] | None:
@@ -50,35 +58,26 @@ class RunDir:
         return result is not None and result.get("status") == "finished"
 
     def write_failure(self, error: str) -> None:
-        """For a worker that died without a word."""
-        write_json(self.path / "result.json", {"status": "failed", "error": error})
+        """Write result.json for a worker that died without writing it."""
+        write_failure(self.path, error)
 
     def clear_failure(self) -> None:
-        """A run that failed is tried again, from its last good checkpoint."""
+        """Remove result.json of a failed run, so that it is tried again from its last good checkpoint."""
         if not self.is_finished:
-            (self.path / "result.json").unlink(missing_ok=True)
+            (self.path / RESULT_FILE).unlink(missing_ok=True)
 
     def delete_model(self) -> None:
-        """Let go of weights that nobody will look at: of runs that only measured or tuned."""
-        shutil.rmtree(self.path / "model", ignore_errors=True)
+        """Delete the weights of a run that only measured costs or tuned the learning rate."""
+        shutil.rmtree(self.path / MODEL_DIR, ignore_errors=True)
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
-        """The rows of metrics.jsonl by kind, in order of steps, each step once."""
-        try:
-            text = (self.path / "metrics.jsonl").read_bytes()
-        except FileNotFoundError:
-            return {}
-        kinds: dict[str, dict[int, dict[str, Any]]] = {}
-        for line in text.split(b"\n"):
-            row = parse_metrics_row(line)
-            if row is not None:
-                kinds.setdefault(row["kind"], {})[row["step"]] = row
-        return {kind: [rows[step] for step in sorted(rows)] for kind, rows in kinds.items()}
+        """Return the rows of metrics.jsonl by kind, sorted by step, one per step."""
+        return read_rows_by_kind(self.path / METRICS_FILE)
 
     def last_log_line(self) -> str:
-        """The last line the worker said; what a failure usually explains itself with."""
+        """Return the last line of log.txt, which usually explains a failure."""
         try:
-            with open(self.path / "log.txt", "rb") as file:
+            with open(self.path / LOG_FILE, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
@@ -86,42 +85,40 @@ class RunDir:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def parse_metrics_row(line: bytes) -> dict[str, Any] | None:
-    """One row of metrics.jsonl; None for a line cut short by a kill."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    usable = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)
-    return row if usable else None
-
-
 @dataclass(frozen=True)
 class StudyDir:
+    """The folder of a study."""
+
     path: Path
 
     def run_dir(self, run_id: str) -> RunDir:
         return RunDir(self.path / "runs" / run_id)
 
     def load(self) -> dict[str, Any]:
-        """What `study.yaml` says."""
+        """Read `study.yaml`: of a comparison, or of a pace study."""
         try:
             text = (self.path / STUDY_FILE).read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(
-                f"{self.path} is not a comparison: it has no {STUDY_FILE}; give the folder that "
-                f"`qkflow compare --out` wrote"
+                f"{self.path} has no {STUDY_FILE}: use the folder that `qkflow compare` wrote",
+                code="not-a-study",
             ) from None
         except UnicodeDecodeError:
-            raise InputError(f"{self.path / STUDY_FILE} is not a text file") from None
+            raise InputError(f"{self.path / STUDY_FILE} is not a text file", code="corrupt-study") from None
         try:
             study = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            said = " ".join(str(error).split())
-            raise InputError(f"{self.path / STUDY_FILE} cannot be read as YAML ({said})") from None
+            reason = " ".join(str(error).split())
+            raise InputError(
+                f"{self.path / STUDY_FILE} is not valid YAML ({reason})", code="corrupt-study"
+            ) from None
         kinds = {"config": dict, "arms": list, "runs": list}
         if not isinstance(study, dict) or any(not isinstance(study.get(k), kinds[k]) for k in kinds):
-            raise InputError(f"{self.path / STUDY_FILE} is not what `qkflow compare` writes")
+            raise InputError(
+                f"{self.path / STUDY_FILE} needs the keys config, arms and runs: is it of another "
+                "version of qkflow?",
+                code="corrupt-study",
+            )
         return study
 
     def save(self, study: dict[str, Any]) -> None:
@@ -132,26 +129,14 @@ class StudyDir:
         return (self.path / STUDY_FILE).is_file()
 
     def check_usable(self) -> None:
-        """Refuse a folder that holds something else; writes nothing."""
+        """Raise InputError if the folder cannot hold this study; write nothing."""
         if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"--out {self.path} is a file; give a folder")
+            raise InputError(f"--out {self.path} is a file: use a folder", code="not-a-folder")
         if not self.exists and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
-            raise InputError(f"--out {self.path} holds something else; give a new or empty folder")
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the folder, made if need be, so that two comparisons never write into one."""
-        from filelock import FileLock, Timeout
-
-        make_folder(self.path)
-        lock = FileLock(self.path / ".lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
             raise InputError(
-                f"another comparison is at work in {self.path}; wait for it or give another --out"
-            ) from None
-        try:
-            yield
-        finally:
-            lock.release()
+                f"--out {self.path} is not empty and not a study: use a new folder", code="folder-not-empty"
+            )
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Lock the folder, created if missing: two studies must not write into it."""
+        return lock_folder(self.path)
