@@ -97,5 +97,5 @@ def _read(cls: type[T], values: Any, key_path: str) -> T:
     """Build a dataclass from YAML values; every field must be present."""
     missing = sorted({field.name for field in fields(cls)} - check_mapping(values, key_path).keys())  # type: ignore[arg-type]
     if missing:
-        raise InputError(f"'{key_path}' has no key '{missing[0]}'")
+        raise InputError(f"'{key_path}' has no key '{missing[0]}'", code="missing-key")
     return dataclass_from_dict(cls, values, key_path)
