@@ -68,12 +68,15 @@ class Described:
     size: int = 1
     name: str = "a # b"  # shown in the title
     plain: bool = False
+    long: int | None = None
+    """from the string below"""
 
 
-def test_field_descriptions_come_from_comments_and_docstring() -> None:
+def test_field_descriptions_come_from_comments_and_docstrings() -> None:
     assert registry.field_descriptions(Described) == {
         "size": "rows of the table, header included",
         "name": "shown in the title",
+        "long": "from the string below",
     }
 
 

@@ -5,6 +5,7 @@ The documentation contains these tables too; `make tables` rewrites them there.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import io
@@ -12,6 +13,7 @@ import re
 import tokenize
 import types
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
@@ -174,18 +176,29 @@ def _field_rows(section: str, cls: type) -> list[Row]:
 
 
 def field_descriptions(cls: type) -> dict[str, str]:
-    """Return the description of each dataclass field: the comment on its line, or its entry in the docstring.
+    """Return the description of each dataclass field.
 
-    A docstring entry is `name`, two spaces or more and the text; deeper indented lines continue it.
+    It is the comment on the field's line, the string below the field, or an entry of the class docstring: the
+    name, two spaces or more and the text; deeper indented lines continue it.
     """
     entries = re.findall(r"^(\w+) {2,}(\S.*(?:\n {2,}\S.*)*)", inspect.getdoc(cls) or "", re.M)
     descriptions = {name: " ".join(text.split()) for name, text in entries}
     source = inspect.cleandoc(inspect.getsource(cls))
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    for field, below in pairwise(definition.body):
+        text = below.value.value if _is_string(below) else None  # type: ignore[attr-defined]
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and text:
+            descriptions[field.target.id] = text
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        field = re.match(r" *(\w+):", token.line)
-        if token.type == tokenize.COMMENT and field:
-            descriptions[field[1]] = token.string.lstrip("# ")
+        named = re.match(r" *(\w+):", token.line)
+        if token.type == tokenize.COMMENT and named:
+            descriptions[named[1]] = token.string.lstrip("# ")
     return descriptions
+
+
+def _is_string(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _type_name(hint: Any) -> str:
