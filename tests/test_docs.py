@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import runpy
 import shlex
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+from qkflow.cli.commands.registry import field_descriptions
+from qkflow.cli.help import option_names
+from qkflow.cli.main import COMMANDS, split_command
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXECUTED_ELSEWHERE = (
-    "huggingface.md",
-    "add_a_coupling.md",
-)  # tests/hf/test_docs.py, tests/test_add_a_coupling.py
+EXECUTED_ELSEWHERE = ("huggingface.md", "add_a_coupling.md")  # each has a test file of its own
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -39,9 +42,6 @@ def test_python_block_runs(page: Path, block: str, tmp_path: Path, monkeypatch: 
 
 @each_page
 def test_commands_exist_with_their_options(page: Path) -> None:
-    from qkflow.cli.help import option_names
-    from qkflow.cli.main import COMMANDS, split_command
-
     text = page.read_text("utf-8")
     lines = re.findall(r"^(?: {4}(?:\$ )?)?qkflow ([a-z].+)", text, re.M)
     inline = re.findall(r"`qkflow ([a-z][^`]*? --[^`]+)`", text)
@@ -52,6 +52,17 @@ def test_commands_exist_with_their_options(page: Path) -> None:
         known = {"help", *(key.replace("_", "-") for key in option_names(command))}
         used = {word.partition("=")[0].removeprefix("--") for word in arguments if word.startswith("--")}
         assert not {option for option in used if option.removeprefix("no-") not in known}, line
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"bench"}))  # bench: options to describe
+def test_every_option_has_a_description(name: str) -> None:
+    module, function, _ = COMMANDS[name]
+    command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)
+    described = set(re.findall(r"^    (\w+):", (inspect.getdoc(command) or "").partition("Args:")[2], re.M))
+    for hint in get_type_hints(command).values():
+        if is_dataclass(hint):
+            described |= set(field_descriptions(hint))  # type: ignore[arg-type]
+    assert described == option_names(command)
 
 
 @each_page
