@@ -25,21 +25,23 @@ CONTRASTS = {
 
 
 def gate_findings(comparison: Comparison) -> dict[str, Any]:
-    """`gates`: one row a variant with a slow path; `contrasts`: paired differences; `sentences`: in words."""
+    """Return `gates` (a row per slow path variant), `contrasts` (paired differences) and `sentences`."""
     confidence = comparison.summary.config.confidence
     by_cell: dict[str, dict[int, RunData]] = {}
     for run in comparison.runs:
         if run.phase == "compare" and run.loss is not None:
             by_cell.setdefault(run.cell, {})[run.seed] = run
     runs = {arm.variant: by_cell.get(arm.cell, {}) for arm in comparison.summary.arms}
-    gates = [found for name in runs if (found := _gate_row(name, list(runs[name].values()), confidence))]
+    gates = [row for name in runs if (row := _gate_row(name, list(runs[name].values()), confidence))]
     contrasts = []
-    for (one, other), meaning in CONTRASTS.items():
-        seeds = sorted(runs.get(one, {}).keys() & runs.get(other, {}).keys())
+    for (variant, against), meaning in CONTRASTS.items():
+        seeds = sorted(runs.get(variant, {}).keys() & runs.get(against, {}).keys())
         if seeds:
-            losses = [[_loss(runs[name][seed]) for seed in seeds] for name in (one, other)]
+            losses = [[_loss(runs[name][seed]) for seed in seeds] for name in (variant, against)]
             difference = paired_difference(losses[0], losses[1], confidence).to_dict()
-            contrasts.append({"variant": one, "against": other, "meaning": meaning, "difference": difference})
+            contrasts.append(
+                {"variant": variant, "against": against, "meaning": meaning, "difference": difference}
+            )
     sentences = [*map(_gate_sentence, gates), *map(_contrast_sentence, contrasts)]
     return {"gates": gates, "contrasts": contrasts, "sentences": sentences}
 
