@@ -1,4 +1,4 @@
-"""Options of `compare` and `reproduce`, derived from `ComparisonConfig`."""
+"""Options of `compare`, `reproduce` and `pace study`, derived from their config dataclasses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tyro
 
 from qkflow.cli import main
 from qkflow.cli.commands.compare import compare
+from qkflow.cli.commands.pace_study import study
 from qkflow.cli.commands.reproduce import reproduce
 from qkflow.cli.help import annotate_for_tyro
 from qkflow.cli.options import options_from
@@ -27,18 +28,28 @@ REPRODUCE_FLAGS = {
 }  # fmt: skip
 
 
+PACE_STUDY_FLAGS = {
+    "task", "data", "as_published", "seeds", "ratios", "lr", "optimizer", "steps", "epochs", "batch_size",
+    "n_layers", "dim", "n_heads", "examples", "window", "test", "measured", "confidence", "out", "jobs",
+    "json",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Settings:
     """A config.
 
+    target  A required argument.
     mode    Which mode.
     names   Some names.
     count   A count.
     steps   Steps.
     """
 
+    target: str
     mode: Literal["a", "b"] = "a"
     names: tuple[str, ...] = ("x", "y")
+    extra: tuple[str, ...] | None = None  # More names.
     count: int | None = None
     steps: int = 3
 
@@ -63,18 +74,21 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 def test_defaults_come_from_the_dataclass() -> None:
-    assert run() == {"mode": "a", "names": ("x", "y"), "count": None, "json": False}
+    defaults = {"mode": "a", "names": ("x", "y"), "extra": None, "count": None, "json": False}
+    assert run("here") == {"target": "here", **defaults}
 
 
 def test_choices_lists_and_counts_are_passed_as_text() -> None:
-    values = run("--mode", "c", "--names", "u,v", "--count", "2k", "--steps", "5", "--json")
-    assert values == {"mode": "c", "names": ("u,v",), "count": "2k", "steps": 5, "json": True}
+    options = ["--names", "u,v", "--extra", "w", "--count", "2k", "--steps", "5", "--json"]
+    lists = {"names": ("u,v",), "extra": ("w",)}
+    values = run("here", "--mode", "c", *options)
+    assert values == {"target": "here", "mode": "c", **lists, "count": "2k", "steps": 5, "json": True}
 
 
 @pytest.mark.parametrize(
     ("subject", "flags"),
-    [(compare, COMPARE_FLAGS), (reproduce, REPRODUCE_FLAGS)],
-    ids=["compare", "reproduce"],
+    [(compare, COMPARE_FLAGS), (reproduce, REPRODUCE_FLAGS), (study, PACE_STUDY_FLAGS)],
+    ids=["compare", "reproduce", "pace study"],
 )
 def test_flags(subject: Any, flags: set[str]) -> None:
     assert set(inspect.signature(subject).parameters) == flags

@@ -19,6 +19,7 @@ from qkflow.studies.pace.results import (
     RunCounts,
     StudyFacts,
 )
+from qkflow.studies.results import CorrectedDifference
 from qkflow.studies.stats import paired_difference
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -36,7 +37,8 @@ def summary() -> PaceSummary:
     config = PaceStudyConfig("agreement", data=HOSTILE, confidence=0.9)
     difference = paired_difference([0.6, 0.61, 0.63], [0.2, 0.21, 0.22], confidence=0.9)
     contrast = {"attention_random": difference, "gradient_random": difference}
-    raised = MeasureSummary(0.613, [0.6, 0.61, 0.63], difference, 0.001, "raises")
+    corrected = CorrectedDifference(**vars(difference), p_holm=0.001)
+    raised = MeasureSummary(0.613, [0.6, 0.61, 0.63], corrected, "raises")
     return PaceSummary(
         config=config,
         command=config.to_command(Path("out")),

@@ -6,7 +6,6 @@ shown by name, lists with commas, as they are typed.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import types
 from collections.abc import Callable
@@ -18,34 +17,15 @@ import tyro
 
 @cache  # annotations are changed in place, only once
 def annotate_for_tyro(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the command with annotations that tell tyro how to display its options.
-
-    The fields of a config dataclass become options of the command; a field without a default is positional.
-    """
+    """Return the command with annotations that tell tyro how to display its options."""
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in inspect.signature(command).parameters.items():
-        if dataclasses.is_dataclass(hints[name]):
-            annotate_for_tyro(hints[name])
-            command.__annotations__[name] = Annotated[hints[name], tyro.conf.OmitArgPrefixes]
-            continue
         shown = tyro.conf.arg(
             metavar=_metavar(name, hints[name], parameter.default),
             help_behavior_hint=_default_hint(parameter.default),
         )
-        if dataclasses.is_dataclass(command) and parameter.default is inspect.Parameter.empty:
-            hints[name] = Annotated[hints[name], tyro.conf.Positional]
         command.__annotations__[name] = Annotated[hints[name], shown]
     return command
-
-
-def option_names(command: Callable[..., Any]) -> set[str]:
-    """Return the parameters of a command, with the fields of a config dataclass instead of the config."""
-    hints = get_type_hints(command)
-    names: set[str] = set()
-    for name in inspect.signature(command).parameters:
-        is_config = dataclasses.is_dataclass(hints.get(name))
-        names |= option_names(hints[name]) if is_config else {name}
-    return names
 
 
 def _metavar(name: str, hint: Any, default: Any) -> str | None:

@@ -8,6 +8,7 @@ signature and its help from the docstring. A module is imported only when its co
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -92,9 +93,7 @@ def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def check_renamed_flags(argv: Sequence[str], command: Callable[..., object]) -> None:
     """Raise InputError if the arguments of a command contain the old name of one of its flags."""
-    from qkflow.cli.help import option_names
-
-    flags = {f"--{name.replace('_', '-')}" for name in option_names(command)}
+    flags = {f"--{name.replace('_', '-')}" for name in inspect.signature(command).parameters}
     for argument in argv:
         old = argument.partition("=")[0].replace("_", "-")
         new = RENAMED_FLAGS.get(old)

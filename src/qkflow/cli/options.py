@@ -7,7 +7,9 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Collection
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
 
 from qkflow.cli.commands.registry import field_descriptions
 
@@ -22,8 +24,9 @@ def options_from(
 ) -> Callable[[Command], Command]:
     """Add one option per dataclass field to a command; its first argument is the dict of their values.
 
-    Names, defaults and help texts come from the dataclasses. `only` selects fields; fields in `unset` default
-    to None, and are left out of the dict unless the user sets them. Choices, lists and the fields in
+    Names, defaults and help texts come from the dataclasses. A field without a default is positional. `only`
+    selects fields; fields in `unset` default to None, and are left out of the dict unless the user sets them.
+    Choices, lists and the fields in
     `as_text` (counts such as 200k) are passed on as text: the config parses them, with an InputError that
     is one sentence.
     """
@@ -41,6 +44,8 @@ def options_from(
                 hints[field.name] = _option_type(field_types[field.name], default)
                 if field.name in as_text:
                     hints[field.name] = str | None
+                if default is inspect.Parameter.empty:
+                    hints[field.name] = Annotated[hints[field.name], tyro.conf.Positional]
                 derived.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default))
                 descriptions.append(f"    {field.name}: {texts[field.name]}")
         names = [parameter.name for parameter in derived]
@@ -66,6 +71,8 @@ def options_from(
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     """Return the default as it is written on the command line."""
+    if field.default is dataclasses.MISSING:
+        return inspect.Parameter.empty
     if isinstance(field.default, tuple):
         return tuple(f"{item:g}" if isinstance(item, float) else item for item in field.default)
     return field.default
@@ -76,7 +83,7 @@ def _option_type(hint: Any, default: Any) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kind = next(one for one in kinds if one is not type(None))
     if get_origin(kind) is tuple:
-        return tuple[str, ...]
+        kind = tuple[str, ...]
     if get_origin(kind) is Literal:
         kind = str
     return kind | None if default is None else kind

@@ -114,6 +114,6 @@ def summary_csv(summary: PaceSummary) -> str:
             cells = {"ratio": row.ratio, "measure": name, "mean": entry.mean, "seeds": len(row.seeds)}
             if (difference := entry.difference) is not None:
                 cells |= {"difference": difference.mean, "low": difference.low, "high": difference.high}
-                cells |= {"p": difference.p, "p_holm": entry.p_holm, "verdict": entry.verdict}
+                cells |= {"p": difference.p, "p_holm": difference.p_holm, "verdict": entry.verdict}
             rows.append(cells)
     return to_csv(rows, CSV_COLUMNS)

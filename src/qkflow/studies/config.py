@@ -94,7 +94,7 @@ class ComparisonConfig:
                 raise unknown("setting of a comparison", name, known)
         for name in _LISTS:
             if name in values:
-                values[name] = _split_list(values[name])
+                values[name] = split_list(values[name])
         for name, choices in _CHOICES.items():
             if name in values and values[name] not in choices:
                 raise unknown(f"--{name}", str(values[name]), choices)
@@ -206,7 +206,7 @@ class ExecutionConfig:
                 raise InputError(f"--{name} must be at least 1, got {value}", code=f"invalid-{name}")
 
 
-def _split_list(value: str | Iterable[Any]) -> tuple[Any, ...]:
+def split_list(value: str | Iterable[Any]) -> tuple[Any, ...]:
     """Split `a,b` or `["a", "b,c"]` at commas; `none` is the empty list."""
     texts = [value] if isinstance(value, str) else [str(item) for item in value]
     items = tuple(item.strip() for text in texts for item in text.split(",") if item.strip())

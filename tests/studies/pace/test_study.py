@@ -27,6 +27,11 @@ def test_another_kind_of_study_raises(tmp_path: Path) -> None:
         rebuild_pace_study(tmp_path)
 
 
+def test_unknown_task_on_the_command_line(tmp_path: Path) -> None:
+    with raises_code("unknown-task"):
+        main.dispatch(["pace", "study", "hateexplain", "--out", str(tmp_path / "out")])
+
+
 def test_command_line_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "study"
     options = ["--examples", "64", "--test", "30", "--seeds", "1", "--measured", "5", "--dim", "16"]
@@ -51,6 +56,6 @@ def test_command_line_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main.dispatch(["report", str(out)]) == 0
     assert "published, faster" in capsys.readouterr().out
     assert (out / "report.html").is_file()
-    with raises_code("study-mismatch") as raised:
+    with raises_code("other-study") as raised:
         main.dispatch([*command, "--steps", "5"])
     assert "steps 4, not 5" in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,18 @@ def print_comparison(comparison: Comparison, json: bool) -> int:
     if json:
         console.emit_json({**summary.to_dict(), "folder": str(comparison.folder)})
     else:
-        out = console.out
-        out.print(terminal_table(summary))
-        out.print()
-        out.print(summary.headline, markup=False, highlight=False, style="bold")
-        for sentence in comparison.verdicts.values():
-            out.print(f"• {sentence}", markup=False, highlight=False)
-        for note in summary.notes:
-            out.print(f"! {note}", markup=False, highlight=False, style="yellow")
-        page = comparison.folder / "report.html"
-        out.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+        console.out.print(terminal_table(summary))
+        console.out.print()
+        print_findings(summary.headline, comparison.verdicts.values(), summary.notes, comparison.folder)
     return 0 if comparison.is_complete else 1
+
+
+def print_findings(headline: str, sentences: Iterable[str], notes: Iterable[str], folder: Path) -> None:
+    """Print the text of a study: headline, verdicts, caveats and the path of the report."""
+    out = console.out
+    out.print(headline, markup=False, highlight=False, style="bold")
+    for sentence in sentences:
+        out.print(f"• {sentence}", markup=False, highlight=False)
+    for note in notes:
+        out.print(f"! {note}", markup=False, highlight=False, style="yellow")
+    out.print(f"report: {folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)

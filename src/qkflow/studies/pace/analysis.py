@@ -7,7 +7,7 @@ its paired differences to the baseline. Holm's correction is over the ratios, fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -29,9 +29,11 @@ from qkflow.studies.pace.results import (
     StudyFacts,
     Verdict,
 )
+from qkflow.studies.results import CorrectedDifference
+from qkflow.studies.results import Verdict as LossVerdict
 from qkflow.studies.runner.study_dir import StudyDir
-from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, holm_correction, paired_difference
-from qkflow.studies.verdicts import format_p_value
+from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, paired_difference
+from qkflow.studies.verdicts import correct_family, decide_verdict, format_p_value
 
 ResultsBySeed = Mapping[int, RunResult]
 
@@ -66,6 +68,12 @@ CONTRASTS = (
     ("gradient", "random"),
     ("attention", "gradient"),
 )
+_DIRECTIONS: dict[LossVerdict, Verdict] = {
+    LossVerdict.HELPS: "lowers",
+    LossVerdict.HURTS: "raises",
+    LossVerdict.NO_EVIDENCE: "no evidence",
+    LossVerdict.NO_VERDICT: "no verdict",
+}
 MIN_GAIN_OVER_MAJORITY = 0.03  # accuracy; a baseline below it has learned little
 
 
@@ -121,21 +129,10 @@ def _failed_runs(study_dir: StudyDir, study: dict[str, Any]) -> list[FailedRun]:
 def _summarize_ratios(
     ratios: list[str], results: Mapping[str, ResultsBySeed], baseline: str, confidence: float
 ) -> list[RatioSummary]:
-    base = results.get(baseline, {})
-    measures = {
-        ratio: {
-            name: entry
-            for name, measure in MEASURES.items()
-            if (
-                entry := _summarize_measure(
-                    measure, results.get(ratio, {}), {} if ratio == baseline else base, confidence
-                )
-            )
-        }
-        for ratio in ratios
-    }
-    for name in MEASURES:
-        _add_verdicts(name, measures, confidence)
+    measures: dict[str, dict[str, MeasureSummary]] = {ratio: {} for ratio in ratios}
+    for name, measure in MEASURES.items():
+        for ratio, entry in _summarize_measure(measure, results, baseline, confidence).items():
+            measures[ratio][name] = entry
     return [
         _summarize_ratio(ratio, results.get(ratio, {}), measures[ratio], baseline, confidence)
         for ratio in ratios
@@ -143,41 +140,37 @@ def _summarize_ratios(
 
 
 def _summarize_measure(
-    measure: Measure, results: ResultsBySeed, baseline_results: ResultsBySeed, confidence: float
-) -> MeasureSummary | None:
-    values = {seed: value for seed in sorted(results) if (value := measure.read(results[seed])) is not None}
-    base = {seed: value for seed, run in baseline_results.items() if (value := measure.read(run)) is not None}
-    if not values:
-        return None
-    paired = [seed for seed in values if seed in base]
-    difference = None
-    if paired:
-        difference = paired_difference(
-            [values[seed] for seed in paired], [base[seed] for seed in paired], confidence
+    measure: Measure, results: Mapping[str, ResultsBySeed], baseline: str, confidence: float
+) -> dict[str, MeasureSummary]:
+    """Return ratio → summary of one measure, with Holm's correction; ratios without values are left out."""
+    values: dict[str, dict[int, float]] = {}
+    for ratio, runs in results.items():
+        by_seed = {seed: value for seed in sorted(runs) if (value := measure.read(runs[seed])) is not None}
+        if by_seed:
+            values[ratio] = by_seed
+    base = values.get(baseline, {})
+    differences = {
+        ratio: paired_difference(
+            [by_seed[seed] for seed in paired], [base[seed] for seed in paired], confidence
         )
-    return MeasureSummary(fmean(values.values()), list(values.values()), difference)
-
-
-def _add_verdicts(name: str, measures: dict[str, dict[str, MeasureSummary]], confidence: float) -> None:
-    """Add Holm's correction over the ratios, and the verdicts, to one measure."""
-    compared = {
-        ratio: entry
-        for ratio, by_name in measures.items()
-        if (entry := by_name.get(name)) and entry.difference is not None
+        for ratio, by_seed in values.items()
+        if ratio != baseline and (paired := [seed for seed in by_seed if seed in base])
     }
-    corrected = holm_correction([entry.difference.p for entry in compared.values() if entry.difference])
-    for (ratio, entry), p_holm in zip(compared.items(), corrected, strict=True):
-        assert entry.difference is not None
-        verdict = _verdict(entry.difference.mean, entry.difference.pairs, p_holm, confidence)
-        measures[ratio][name] = replace(entry, p_holm=p_holm, verdict=verdict)
+    corrected = correct_family(differences)
+    return {
+        ratio: MeasureSummary(
+            fmean(by_seed.values()),
+            list(by_seed.values()),
+            corrected.get(ratio),
+            _verdict(corrected[ratio], confidence) if ratio in corrected else None,
+        )
+        for ratio, by_seed in values.items()
+    }
 
 
-def _verdict(mean: float, pairs: int, p_holm: float | None, confidence: float) -> Verdict:
-    if pairs < MIN_SEEDS_FOR_VERDICT or p_holm is None:
-        return "no verdict"
-    if p_holm >= 1 - confidence:
-        return "no evidence"
-    return "raises" if mean > 0 else "lowers"
+def _verdict(difference: CorrectedDifference, confidence: float) -> Verdict:
+    """Return the verdict of `qkflow compare` as a direction; there a lower value (of the loss) helps."""
+    return _DIRECTIONS[decide_verdict(difference, confidence)]
 
 
 def _summarize_ratio(
@@ -224,13 +217,13 @@ def _sentence(ratio: str, title: str, entry: MeasureSummary, baseline: str, conf
     difference = entry.difference
     assert difference is not None
     size = f"{difference.mean:+.3f}".replace("-", "−")
-    if entry.verdict == "no verdict" or entry.p_holm is None:
+    if entry.verdict == "no verdict" or difference.p_holm is None:
         return (
             f"r = {ratio}: no verdict on {title} from {difference.pairs} paired seed(s); difference {size}."
         )
     details = (
         f"{100 * confidence:.3g}% interval {difference.low:+.3f} to {difference.high:+.3f}, "
-        f"{difference.pairs} paired seeds, {format_p_value(entry.p_holm)}"
+        f"{difference.pairs} paired seeds, {format_p_value(difference.p_holm)}"
     ).replace("-", "−")
     if entry.verdict == "no evidence":
         return f"r = {ratio}: no evidence of an effect on {title} ({size}; {details})."

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from qkflow.studies.pace.config import PaceStudyConfig
 from qkflow.studies.pace.recipes import Recipe
+from qkflow.studies.results import CorrectedDifference
 from qkflow.studies.stats import PairedDifference
 
 ATTRIBUTION_METHODS = ("attention", "rollout", "gradient", "random")  # compared by a study
@@ -65,15 +66,13 @@ class MeasureSummary:
 
     mean: float
     by_seed: list[float]
-    difference: PairedDifference | None = None  # to the baseline, paired by seed
-    p_holm: float | None = None
+    difference: CorrectedDifference | None = None  # to the baseline, paired by seed
     verdict: Verdict | None = None
 
     def to_dict(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"mean": self.mean, "by_seed": self.by_seed}
         if self.difference is not None:
-            plain["difference"] = {**asdict(self.difference), "p_holm": self.p_holm}
-            plain["verdict"] = self.verdict
+            plain |= {"difference": asdict(self.difference), "verdict": self.verdict}
         return plain
 
 
@@ -178,5 +177,5 @@ class PaceStudyResult:
     summary: PaceSummary
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return self.summary.runs.finished == self.summary.runs.planned

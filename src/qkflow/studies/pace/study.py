@@ -132,7 +132,7 @@ def _check_compatible(config: PaceStudyConfig, study_dir: StudyDir) -> None:
             raise InputError(
                 f"{study_dir.path} holds a study with {name} {earlier.get(name)}, not {value}; "
                 "give another --out",
-                code="study-mismatch",
+                code="other-study",
             )
 
 
