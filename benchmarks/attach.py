@@ -1,6 +1,6 @@
 """Cost of an attached coupling in a `transformers` model: training, generation and one cached token.
 
-    python benchmarks/attach.py --batch 2 --threads 2      # docs/huggingface.md
+    python benchmarks/attach.py --batch-size 2 --threads 2      # docs/huggingface.md
     python benchmarks/attach.py --couplings drift --rounds 9 --json
 
 A Llama (dim 512, 8 heads, 4 key/value heads) and copies of it with couplings are timed interleaved in one
@@ -111,10 +111,10 @@ def cached_token(model: Any) -> Job:
 
 def main(
     couplings: str = "affine,drift,euler",
-    layers: int = 4,
-    vocabulary: int = 8192,
-    batch: int = 4,
-    length: int = 256,
+    n_layers: int = 4,
+    vocab_size: int = 8192,
+    batch_size: int = 4,
+    seq_len: int = 256,
     prompts: str = "1",
     new_tokens: int = 32,
     rounds: int = 15,
@@ -123,7 +123,7 @@ def main(
 ) -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    base: Any = llama(layers, vocabulary).eval()
+    base: Any = llama(n_layers, vocab_size).eval()
     at_init = {name: hf.attach(copy_of(base, base), name, seed=0) for name in couplings.split(",")}
     trained = {name: perturbed(copy_of(model, base)) for name, model in at_init.items()}
     inference = {
@@ -140,8 +140,8 @@ def main(
             )  # fmt: skip
         timings[f"one cached token, {state}"] = models, 20 * rounds, cached_token
     # last: training changes the weights
-    timings[f"training step, {batch}×{length} tokens"] = (
-        trained, rounds, lambda model: training_step(model, batch, length)
+    timings[f"training step, {batch_size}×{seq_len} tokens"] = (
+        trained, rounds, lambda model: training_step(model, batch_size, seq_len)
     )  # fmt: skip
     result: dict[str, Any] = {}
     with console.progress_bar() as bar:
