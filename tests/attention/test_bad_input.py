@@ -15,11 +15,12 @@ from qkflow.attention.registry import Registry
 from qkflow.models import Decoder, ModelConfig, preset
 
 
-def two_tokens(**given: torch.Tensor) -> torch.Tensor:
-    return Attention(16, 2)(torch.randn(3, 2, 16), **given)
+def run_two_tokens(**inputs: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = Attention(16, 2)(torch.randn(3, 2, 16), **inputs)
+    return out
 
 
-CASES = [
+CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: Attention(10, 3), "dim-not-divisible"),
     (lambda: Attention(16, 4, n_kv_heads=3), "heads-not-divisible"),
     (lambda: Attention(16, 0), "bad-attention-size"),
@@ -55,15 +56,15 @@ CASES = [
     (lambda: Attention(16, 2, rope={"base": -1.0}), "bad-rope"),
     (lambda: Attention(16, 2, rope={"bse": 1.0}), "unknown-key"),
     (lambda: Attention(16, 2, rope={"factor": "fast"}), "wrong-type"),
-    (lambda: Attention(16, 2, rope=10_000.0), "wrong-type"),
+    (lambda: Attention(16, 2, rope=10_000.0), "not-a-mapping"),
     (lambda: Attention(16, 2, coupling="euler:hidden=2.5"), "bad-option-value"),
     (lambda: Attention(16, 2, coupling=None), "bad-spec"),
     (lambda: Attention(16, 2, head_dim=0), "bad-head-dim"),
     (lambda: Attention(16, 2, init="symmetric=nan"), "bad-init-strength"),
     (lambda: Attention(16, 2).new_cache(2, -1), "bad-cache-size"),
-    (lambda: two_tokens(attention_mask=torch.ones(2, 2)), "mask-batch-size"),
-    (lambda: two_tokens(document_ids=torch.ones(2)), "mask-shape"),
-    (lambda: two_tokens(positions=torch.ones(2, 2)), "positions-shape"),
+    (lambda: run_two_tokens(attention_mask=torch.ones(2, 2)), "mask-batch-size"),
+    (lambda: run_two_tokens(document_ids=torch.ones(2)), "mask-shape"),
+    (lambda: run_two_tokens(positions=torch.ones(2, 2)), "positions-shape"),
     (lambda: preset("tiny", hidden_dim=-5), "bad-model-size"),
     (lambda: preset("tiny", norm_eps=float("nan")), "bad-norm-eps"),
     (lambda: Attention(16, 2)(torch.randn(2, 16)), "attention-input-shape"),
@@ -98,7 +99,7 @@ CASES = [
         lambda: Decoder(preset("tiny", vocab_size=8), seed=0)(torch.zeros(4, dtype=torch.long)),
         "token-ids-shape",
     ),
-    (lambda: initialize(Attention(8, 2), "unknown-init"), "unknown start"),
+    (lambda: initialize(Attention(8, 2), "unknown-init"), "unknown-init"),
 ]
 
 
@@ -109,7 +110,7 @@ def test_input_error_code(act: Callable[[], object], code: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_duplicate_part_names_are_refused() -> None:
+def test_duplicate_part_name() -> None:
     registry: Registry[object] = Registry("part", "qkflow.attention.couplings", "nothing")
 
     class First:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from qkflow.attention.rope import apply_rope
 from qkflow.models import Decoder, preset
 
 
-def test_rope_is_a_rotation_of_pairs() -> None:
+def test_rope_rotates_pairs() -> None:
     x = torch.randn(1, 5, 2, 8, dtype=torch.float64)
     rope = RotaryEmbedding()
     rotated = apply_rope(x, rope.rotation(torch.arange(5), 8, torch.float64))
@@ -25,16 +26,16 @@ def test_rope_is_a_rotation_of_pairs() -> None:
     torch.testing.assert_close(rotated, torch.cat((pairs.real, pairs.imag), -1), rtol=0, atol=1e-14)
 
 
-def test_rotated_products_depend_on_distance_alone() -> None:
+def test_rope_scores_depend_on_distance() -> None:
     rope = RotaryEmbedding(base=100.0)
     q, k = torch.randn(1, 1, 1, 16, dtype=torch.float64), torch.randn(1, 1, 1, 16, dtype=torch.float64)
 
-    def product(t: int, s: int) -> float:
-        turn = [rope.rotation(torch.tensor([p]), 16, torch.float64) for p in (t, s)]
-        return float((apply_rope(q, turn[0]) * apply_rope(k, turn[1])).sum())
+    def score(t: int, s: int) -> float:
+        rotations = [rope.rotation(torch.tensor([p]), 16, torch.float64) for p in (t, s)]
+        return float((apply_rope(q, rotations[0]) * apply_rope(k, rotations[1])).sum())
 
-    assert product(3, 1) == pytest.approx(product(103, 101), abs=1e-12)
-    assert product(3, 1) != pytest.approx(product(3, 2), abs=1e-3)
+    assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-12)
+    assert score(3, 1) != pytest.approx(score(3, 2), abs=1e-3)
 
 
 def test_rope_matches_llama_of_transformers() -> None:
@@ -65,11 +66,11 @@ def test_rope_scaling() -> None:
     assert ntk[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-6)
 
 
-def test_given_positions_are_used() -> None:
+def test_positions_argument() -> None:
     layer = Attention(16, 2, dtype=torch.float64, init="fan_in")
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     shifted = layer(x, positions=torch.arange(7, 12))
-    torch.testing.assert_close(shifted, layer(x), rtol=0, atol=1e-12)  # distances are what counts
+    torch.testing.assert_close(shifted, layer(x), rtol=0, atol=1e-12)
     spread = layer(x, positions=torch.tensor([0, 2, 4, 6, 8]))
     assert not torch.allclose(spread, layer(x))
 
@@ -80,7 +81,7 @@ def test_document_positions_restart() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_masks_say_who_sees_whom(window: int | None) -> None:
+def test_causal_and_window_mask(window: int | None) -> None:
     mask = build_mask(4, 6, causal=True, window=window)
     matrix = mask.to_bool(4, 6, torch.device("cpu"))
     for query in range(4):
@@ -89,7 +90,7 @@ def test_masks_say_who_sees_whom(window: int | None) -> None:
             assert bool(matrix[query, key]) == (0 <= distance < (window or math.inf))
 
 
-def test_plain_causal_attention_needs_no_matrix() -> None:
+def test_plain_causal_mask_has_no_tensor() -> None:
     assert build_mask(8, 8, causal=True).allowed is None
     assert build_mask(1, 8, causal=True).allowed is None
 
@@ -141,7 +142,7 @@ def test_cross_attention() -> None:
     torch.testing.assert_close(layer(x, context=context), out, rtol=0, atol=1e-12)
 
 
-def test_returning_document_id_is_a_new_document() -> None:
+def test_repeated_document_id_starts_a_new_document() -> None:
     layer = Attention(16, 2, dtype=torch.float64)
     x = torch.randn(1, 6, 16, dtype=torch.float64)
     returning = layer(x, document_ids=torch.tensor([[0, 0, 1, 1, 0, 0]]))
@@ -171,11 +172,12 @@ def test_prepare_for_inference_is_explicit_and_undone_by_train(coupling: str) ->
 
 def test_loading_and_moving_release_the_prepared_projection() -> None:
     layer = Attention(16, 2, coupling="euler").eval()
-    for act in (
+    acts: tuple[Callable[[], object], ...] = (
         lambda: layer.load_state_dict(layer.state_dict()),
         layer.double,
         lambda: copy.deepcopy(layer),
-    ):
+    )
+    for act in acts:
         layer.prepare_for_inference()
         result = act()
         assert not (result if isinstance(result, Attention) else layer).is_prepared

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,8 +16,8 @@ from qkflow.models import Decoder, preset
 from qkflow.roles import ROLES, parameter_roles
 
 
-def collapsed(circuit: str, **options: object) -> Attention:
-    return Attention(12, 1, circuit=circuit, rope=False, dtype=torch.float64, **options)  # type: ignore[arg-type]
+def one_head(circuit: str, **options: Any) -> Attention:
+    return Attention(12, 1, circuit=circuit, rope=False, dtype=torch.float64, **options)
 
 
 @pytest.mark.parametrize("circuit", CIRCUITS)
@@ -26,13 +29,13 @@ def test_circuits_match_reference(circuit: str) -> None:
 
 def test_collapsed_circuits_match_factorized() -> None:
     """W_QK = W_Qᵀ·W_K and W_OV = (W_O·W_V)ᵀ give the same layer in all four forms."""
-    factorized = collapsed("FAFO", init="fan_in")
+    factorized = one_head("FAFO", init="fan_in")
     q, k, v, o = (
         layer.weight for layer in (factorized.qk.q, factorized.qk.k, factorized.ov.v, factorized.ov.o)
     )
     x = torch.randn(2, 7, 12, dtype=torch.float64)
     for circuit in ("FACO", "CAFO", "CACO"):
-        other = collapsed(circuit)
+        other = one_head(circuit)
         state = dict(factorized.state_dict())
         if circuit.startswith("CA"):
             state = {key: value for key, value in state.items() if not key.startswith("qk")}
@@ -62,13 +65,11 @@ def test_every_parameter_has_a_role(circuit: str, scoring: str) -> None:
 def test_missing_role_is_an_error() -> None:
     model = Decoder(preset("tiny", vocab_size=8, n_layers=1), seed=0)
     model.extra = torch.nn.Parameter(torch.zeros(1))
-    with raises_code("no-role"):
+    with raises_code("missing-role"):
         parameter_roles(model)
 
 
 def test_roles_survive_deepcopy() -> None:
-    import copy
-
     model = Decoder(preset("tiny", vocab_size=8, n_layers=1, attention={"coupling": "euler"}), seed=0)
     assert parameter_roles(copy.deepcopy(model)) == parameter_roles(model)
 
@@ -100,34 +101,34 @@ def test_symmetric_init_adds_key_to_query(base: str, n_kv_heads: int) -> None:
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
 def test_mimetic_init_is_near_identity(n_kv_heads: int) -> None:
     """Trockman & Kolter: W_Qᵀ·W_K near a positive multiple of I, W_O·W_V near a negative one."""
-    width = 64
+    dim = 64
     layer = Attention(
-        width, 2, n_kv_heads=n_kv_heads, head_dim=width, init="mimetic", seed=0, dtype=torch.float64
+        dim, 2, n_kv_heads=n_kv_heads, head_dim=dim, init="mimetic", seed=0, dtype=torch.float64
     )
-    queries = layer.qk.q.weight.view(2, width, width)
-    keys = layer.qk.k.weight.view(n_kv_heads, width, width).repeat_interleave(2 // n_kv_heads, dim=0)
+    queries = layer.qk.q.weight.view(2, dim, dim)
+    keys = layer.qk.k.weight.view(n_kv_heads, dim, dim).repeat_interleave(2 // n_kv_heads, dim=0)
     for q, k in zip(queries, keys, strict=True):
         product = q.T @ k
         assert product.diagonal().mean().item() == pytest.approx(0.7, abs=0.1)
-        off = product - product.diagonal().diag()
-        assert off.std().item() == pytest.approx(0.7 / width**0.5, rel=0.1)
-    values = layer.ov.v.weight.view(n_kv_heads, width, width).repeat_interleave(2 // n_kv_heads, dim=0)
-    outputs = layer.ov.o.weight.view(width, 2, width)
-    written = sum(outputs[:, h] @ values[h] for h in range(2))
-    assert written.diagonal().mean().item() == pytest.approx(-0.4, abs=0.1)
+        off_diagonal = product - product.diagonal().diag()
+        assert off_diagonal.std().item() == pytest.approx(0.7 / dim**0.5, rel=0.1)
+    values = layer.ov.v.weight.view(n_kv_heads, dim, dim).repeat_interleave(2 // n_kv_heads, dim=0)
+    outputs = layer.ov.o.weight.view(dim, 2, dim)
+    ov = sum(outputs[:, h] @ values[h] for h in range(2))
+    assert ov.diagonal().mean().item() == pytest.approx(-0.4, abs=0.1)
 
 
 def test_scaled_identity_init() -> None:
-    layer = collapsed("FAFO", init="scaled_identity")
+    layer = one_head("FAFO", init="scaled_identity")
     for weight in (layer.qk.q.weight, layer.qk.k.weight, layer.ov.v.weight, layer.ov.o.weight):
         torch.testing.assert_close(weight, 1e-6 * torch.eye(12, dtype=torch.float64), rtol=0, atol=0)
-    weight = collapsed("CACO", init="scaled_identity", seed=0).qk.weight
+    weight = one_head("CACO", init="scaled_identity", seed=0).qk.weight
     assert weight.abs().max().item() <= 12**-0.5
     assert weight.std().item() == pytest.approx((12 * 3) ** -0.5, rel=0.15)
 
 
 def test_variants_share_init_of_common_parameters() -> None:
-    """The ground of paired comparisons: other couplings, scorings or options move no other parameter."""
+    """Paired comparisons need this: an option of one part changes no parameter of another."""
     plain = Decoder(preset("tiny", vocab_size=64), seed=5)
     for attention in ({"coupling": "euler"}, {"coupling": "affine:n=2"}, {"qk_norm": True}):
         other = Decoder(preset("tiny", vocab_size=64, attention=attention), seed=5)

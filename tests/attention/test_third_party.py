@@ -1,4 +1,4 @@
-"""A coupling from another package, found through its entry point, in a process of its own."""
+"""A coupling of another package, registered through its entry point; in a subprocess."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Swap(Coupling):
     """q ← k ; k ← q."""
     name = "swap"
     equation = "q ← k ; k ← q"
-    citation = "nobody"
+    citation = "none"
     good_for = "this test"
 
-    def __init__(self, heads, where):
-        super().__init__(heads)
+    def __init__(self, head_shapes, factory_kwargs):
+        super().__init__(head_shapes)
 
     def forward(self, q, k):
         return k, q
@@ -27,7 +27,7 @@ class Swap(Coupling):
 '''
 
 
-def test_an_entry_point_adds_a_coupling(tmp_path: Path) -> None:
+def test_entry_point_adds_a_coupling(tmp_path: Path) -> None:
     (tmp_path / "swapping.py").write_text(PART)
     info = tmp_path / "swapping-1.0.dist-info"
     info.mkdir()
@@ -36,10 +36,12 @@ def test_an_entry_point_adds_a_coupling(tmp_path: Path) -> None:
     code = (
         "import torch, qkflow; from qkflow.attention import couplings; assert 'swap' in couplings.names();"
         "a = qkflow.Attention(8, 2, coupling='swap'); x = torch.randn(1, 4, 8);"
-        "print(torch.allclose(a(x), a.reference(x)[0], atol=1e-6))"
+        "assert torch.allclose(a(x), a.reference(x)[0], atol=1e-6);"
+        "from qkflow.bench.variants import all_variants;"
+        "print([row.coupling for row in all_variants() if row.name == 'swap'])"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert done.stdout.strip() == "True", done.stderr
+    assert done.stdout.strip() == "['swap']", done.stderr

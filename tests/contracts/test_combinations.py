@@ -1,4 +1,4 @@
-"""Promises of the whole layer, over sampled combinations of its parts."""
+"""Contracts of a whole attention layer, over sampled combinations of its parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,14 @@ from parts import scatter
 from qkflow.attention import Attention, couplings, merge, scorings
 
 DIM, N_HEADS = 32, 4
-PAIRS = list(itertools.product(couplings.names(), scorings.names()))
+Case = dict[str, Any]  # options of `Attention`
 
 
-def sampled(count: int, seed: int = 0) -> list[dict[str, object]]:
-    """Every coupling × scoring pair, each with other options drawn at random."""
+def sample_cases(seed: int = 0) -> list[Case]:
+    """Return every pair of coupling and scoring, with the other options drawn at random."""
     draw = random.Random(seed)
-    cases: list[dict[str, object]] = []
-    for coupling, scoring in itertools.islice(itertools.cycle(PAIRS), max(count, len(PAIRS))):
+    cases: list[Case] = []
+    for coupling, scoring in itertools.product(couplings.names(), scorings.names()):
         steps = f":n={draw.choice((1, 3, 7))}" if "steps" in couplings.options(coupling) else ""
         cases.append(
             {
@@ -39,35 +40,32 @@ def sampled(count: int, seed: int = 0) -> list[dict[str, object]]:
     return cases
 
 
-CASES = sampled(len(PAIRS))
-
-
-def label(case: dict[str, object]) -> str:
+def case_id(case: Case) -> str:
     return "-".join(str(value).replace(" ", "") for value in case.values())
 
 
-each_case = pytest.mark.parametrize("case", CASES, ids=label)
+each_case = pytest.mark.parametrize("case", sample_cases(), ids=case_id)
 
 
-def make(case: dict[str, object], dtype: torch.dtype = torch.float64, **more: object) -> Attention:
-    layer = Attention(DIM, N_HEADS, init="fan_in", seed=1, dtype=dtype, **case, **more)  # type: ignore[arg-type]
+def make(case: Case, dtype: torch.dtype = torch.float64, **more: Any) -> Attention:
+    layer = Attention(DIM, N_HEADS, init="fan_in", seed=1, dtype=dtype, **case, **more)
     scatter(layer, 0.15)
     return layer.eval()
 
 
-def inputs(length: int = 11, batch: int = 2) -> Tensor:
+def make_input(length: int = 11, batch: int = 2) -> Tensor:
     return torch.randn(batch, length, DIM, dtype=torch.float64)
 
 
 @each_case
-def test_equals_reference(case: dict[str, object]) -> None:
-    layer, x = make(case), inputs()
+def test_matches_reference(case: Case) -> None:
+    layer, x = make(case), make_input()
     assert (layer(x) - layer.reference(x)[0]).abs().max().item() <= 1e-12
 
 
 @each_case
-def test_causal_by_perturbation(case: dict[str, object]) -> None:
-    layer, x = make(case), inputs()
+def test_causal_by_perturbation(case: Case) -> None:
+    layer, x = make(case), make_input()
     before = layer(x)
     for t in (0, 4, 10):
         changed = x.clone()
@@ -78,8 +76,8 @@ def test_causal_by_perturbation(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_window_by_perturbation(case: dict[str, object]) -> None:
-    layer, x = make({**case, "window": 3}), inputs()
+def test_window_by_perturbation(case: Case) -> None:
+    layer, x = make({**case, "window": 3}), make_input()
     changed = x.clone()
     changed[:, 2] += 1.0
     difference = (layer(changed) - layer(x)).abs().amax((0, 2))
@@ -88,8 +86,8 @@ def test_window_by_perturbation(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_cached_equals_full_for_random_chunks(case: dict[str, object]) -> None:
-    layer, x = make(case), inputs(length=17)
+def test_cached_decoding_in_chunks_matches_full(case: Case) -> None:
+    layer, x = make(case), make_input(length=17)
     full = layer(x)
     draw = random.Random(7)
     for _ in range(3):
@@ -101,10 +99,10 @@ def test_cached_equals_full_for_random_chunks(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_packed_documents_match_separate(case: dict[str, object]) -> None:
+def test_packed_documents_match_separate(case: Case) -> None:
     layer = make(case)
     lengths = (5, 1, 7)
-    parts = [inputs(length, batch=1) for length in lengths]
+    parts = [make_input(length, batch=1) for length in lengths]
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     packed = layer(torch.cat(parts, 1), document_ids=documents)
     separate = torch.cat([layer(part) for part in parts], 1)
@@ -112,8 +110,8 @@ def test_packed_documents_match_separate(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_packed_and_cached_equals_full(case: dict[str, object]) -> None:
-    layer, x = make(case), inputs(length=12, batch=1)
+def test_packed_cached_decoding_matches_full(case: Case) -> None:
+    layer, x = make(case), make_input(length=12, batch=1)
     documents = torch.tensor([[0] * 5 + [1] * 7])
     full = layer(x, document_ids=documents)
     cache = layer.new_cache(1, 12)
@@ -126,21 +124,21 @@ def test_packed_and_cached_equals_full(case: dict[str, object]) -> None:
 
 @each_case
 @pytest.mark.parametrize("causal", [True, False])
-def test_padding_is_ignored(case: dict[str, object], causal: bool) -> None:
-    layer, x = make(case, causal=causal), inputs(length=6, batch=1)
+def test_padding_is_ignored(case: Case, causal: bool) -> None:
+    layer, x = make(case, causal=causal), make_input(length=6, batch=1)
     alone = layer(x)
     junk = 100 * torch.randn(1, 3, DIM, dtype=torch.float64)
     for padded, real in ((torch.cat((x, junk), 1), slice(0, 6)), (torch.cat((junk, x), 1), slice(3, 9))):
-        padding = torch.zeros(1, 9, dtype=torch.bool)
-        padding[:, real] = True
-        out = layer(padded, attention_mask=padding)
+        attention_mask = torch.zeros(1, 9, dtype=torch.bool)
+        attention_mask[:, real] = True
+        out = layer(padded, attention_mask=attention_mask)
         assert out.isfinite().all()
         torch.testing.assert_close(out[:, real], alone, rtol=0, atol=1e-11)
 
 
 @each_case
-def test_merge_keeps_the_outputs(case: dict[str, object]) -> None:
-    layer, x = make(case), inputs()
+def test_merge_keeps_outputs(case: Case) -> None:
+    layer, x = make(case), make_input()
     if layer.coupling.linear_drift() is None and case["coupling"] != "none":
         with raises_code("merge-not-linear"):
             merge(layer)
@@ -154,8 +152,8 @@ def test_merge_keeps_the_outputs(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_prepared_cached_decoding_matches_full(case: dict[str, object]) -> None:
-    layer, x = make(case), inputs(length=9)
+def test_prepared_cached_decoding_matches_full(case: Case) -> None:
+    layer, x = make(case), make_input(length=9)
     full = layer(x)
     cache = layer.new_cache(2, 9)
     with torch.no_grad():
@@ -165,8 +163,8 @@ def test_prepared_cached_decoding_matches_full(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_bf16_tolerance(case: dict[str, object]) -> None:
-    layer, x = make(case), inputs()
+def test_bf16_tolerance(case: Case) -> None:
+    layer, x = make(case), make_input()
     exact = layer(x)
     rough = copy.deepcopy(layer).to(torch.bfloat16)(x.bfloat16())
     assert rough.dtype == torch.bfloat16
@@ -174,10 +172,10 @@ def test_bf16_tolerance(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_autocast_trains_and_decodes(case: dict[str, object]) -> None:
-    """Weights in float32, tokens in bfloat16, as everyone trains in mixed precision."""
+def test_autocast_trains_and_decodes(case: Case) -> None:
+    """Parameters in float32, activations in bfloat16."""
     layer = make(case, dtype=torch.float32)
-    x = inputs(length=64).float()  # enough tokens for the shortcuts through products of weights
+    x = make_input(length=64).float()
     exact = layer(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rough = layer(x)
@@ -190,40 +188,40 @@ def test_autocast_trains_and_decodes(case: dict[str, object]) -> None:
 
 
 @each_case
-def test_captured_whole_by_the_compiler(case: dict[str, object]) -> None:
+def test_compile_fullgraph(case: Case) -> None:
     torch.compiler.reset()
     layer = make(case, dtype=torch.float32)
-    x = inputs().float()
-    captured = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    expected, out = layer(x), captured(x)
+    x = make_input().float()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, out = layer(x), compiled(x)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     out.sum().backward()
-    got = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    compiled_grads = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
     layer.zero_grad()
     expected.sum().backward()
-    wanted = [p.grad for p in layer.parameters() if p.grad is not None]
-    for a, b in zip(got, wanted, strict=True):
+    eager_grads = [p.grad for p in layer.parameters() if p.grad is not None]
+    for a, b in zip(compiled_grads, eager_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_with_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_with_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
     layer = make({"coupling": "leapfrog:n=3", "n_kv_heads": 2}, dtype=torch.float32)
-    x = inputs().float()
+    x = make_input().float()
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
 @each_case
-def test_state_dict_round_trip(case: dict[str, object]) -> None:
-    saved, x = make(case), inputs()
-    other = Attention(DIM, N_HEADS, seed=2, dtype=torch.float64, **case)  # type: ignore[arg-type]
+def test_state_dict_round_trip(case: Case) -> None:
+    saved, x = make(case), make_input()
+    other = Attention(DIM, N_HEADS, seed=2, dtype=torch.float64, **case)
     other.load_state_dict(saved.state_dict())
     assert torch.equal(other.eval()(x), saved(x))
 
 
 @each_case
-def test_builds_on_the_meta_device(case: dict[str, object]) -> None:
-    layer = Attention(DIM, N_HEADS, device="meta", **case)  # type: ignore[arg-type]
+def test_builds_on_the_meta_device(case: Case) -> None:
+    layer = Attention(DIM, N_HEADS, device="meta", **case)
     assert all(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
     assert layer(torch.empty(2, 5, DIM, device="meta")).shape == (2, 5, DIM)

@@ -1,6 +1,8 @@
-"""One suite over every registered scoring."""
+"""Contract of every registered scoring."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,16 @@ from qkflow.attention import Attention, scorings
 SPECS = scoring_specs()
 
 
-def make(spec: str, **options: object) -> Attention:
-    settings = {"n_kv_heads": 2, "dtype": torch.float64, "init": "fan_in", "layer": 2, **options}
-    layer = Attention(16, 4, scoring=spec, **settings)  # type: ignore[arg-type]
+def make(spec: str, **options: Any) -> Attention:
+    options = {"n_kv_heads": 2, "dtype": torch.float64, "init": "fan_in", "layer_idx": 2, **options}
+    layer = Attention(16, 4, scoring=spec, **options)
     scatter(layer, 0.2)
     return layer
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("spec", SPECS)
-def test_equals_its_reference_forward_and_backward(spec: str, causal: bool) -> None:
+def test_forward_and_backward_match_reference(spec: str, causal: bool) -> None:
     layer = make(spec, causal=causal)
     x = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
     inputs, signal = [x, *layer.parameters()], torch.randn(2, 7, 16, dtype=torch.float64)
@@ -32,7 +34,7 @@ def test_equals_its_reference_forward_and_backward(spec: str, causal: bool) -> N
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_weights_see_only_the_past(spec: str) -> None:
+def test_weights_are_causal(spec: str) -> None:
     layer = make(spec)
     weights = layer.reference(torch.randn(2, 9, 16, dtype=torch.float64))[1]
     assert weights.shape == (2, layer.head_shapes.n_out, 9, 9)
@@ -41,13 +43,13 @@ def test_weights_see_only_the_past(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_parameters_match_the_declared_formula(spec: str) -> None:
+def test_extra_parameters(spec: str) -> None:
     layer = make(spec)
     assert sum(p.numel() for p in layer.scoring.parameters()) == layer.scoring.extra_parameters()
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_says_what_it_is(spec: str) -> None:
+def test_has_documentation(spec: str) -> None:
     part = scorings.get(spec)
     for text in (part.equation, part.citation, part.good_for, part.__doc__):
         assert text
@@ -59,7 +61,7 @@ def test_softmax_weights_sum_to_one() -> None:
 
 
 def test_differential_follows_the_published_equations() -> None:
-    """Written out head by head, from the paper's text."""
+    """Head by head, as in the paper."""
     layer = make("differential", n_kv_heads=4, rope=False)
     scoring = layer.scoring
     x = torch.randn(1, 6, 16, dtype=torch.float64)
@@ -67,8 +69,8 @@ def test_differential_follows_the_published_equations() -> None:
     k = layer.qk.k(x).view(6, 4, 4)
     v = layer.ov.v(x).view(6, 2, 8)
     q1, k1, q2, k2 = scoring.vectors
-    start = 0.8 - 0.6 * torch.exp(torch.tensor(-0.3 * 2, dtype=torch.float64))
-    strength = torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + start
+    lambda_init = 0.8 - 0.6 * torch.exp(torch.tensor(-0.3 * 2, dtype=torch.float64))
+    strength = torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + lambda_init
     mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
     heads = []
     for i in range(2):
@@ -78,7 +80,7 @@ def test_differential_follows_the_published_equations() -> None:
         )
         out = (first - strength * second) @ v[:, i]
         out = out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scoring.norm
-        heads.append(out * (1 - start))
+        heads.append(out * (1 - lambda_init))
     expected = layer.ov.o(torch.cat(heads, -1))
     torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-12)
 

@@ -1,12 +1,16 @@
-"""Every registered part, in every option that changes its mathematics; new parts appear by themselves."""
+"""Specs of all registered couplings and scorings, with every option that changes the mathematics."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from qkflow.attention import couplings, scorings
 from qkflow.attention.projections import HeadShapes
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 OPTIONS = (
     "steps=3",
@@ -39,13 +43,13 @@ def scoring_specs() -> list[str]:
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
-def heads(kind: str, size: int = 6) -> HeadShapes:
-    queries, keys = HEADS[kind]
-    return HeadShapes(queries, keys, keys, size, size, queries, size)
+def heads(kind: str, head_dim: int = 6) -> HeadShapes:
+    n_heads, n_kv_heads = HEADS[kind]
+    return HeadShapes(n_heads, n_kv_heads, n_kv_heads, head_dim, head_dim, n_heads, head_dim)
 
 
-def scatter(module: nn.Module, scale: float = 0.4) -> nn.Module:
-    """Move every parameter away from its start, so that no promise holds by accident."""
+def scatter(module: ModuleT, scale: float = 0.4) -> ModuleT:
+    """Add noise to every parameter, so that no property holds only at init. Return the module."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(scale * torch.randn_like(parameter))

@@ -1,9 +1,17 @@
+"""Parameter counts, FLOPs and memory estimates."""
+
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
+import torch
 
 from qkflow.attention import couplings, scorings
 from qkflow.models import Decoder, ModelConfig, preset
 from qkflow.models.cost import (
     build_meta_decoder,
+    count_flops,
     estimate_training_memory,
     flops_per_token,
     parameters_by_role,
@@ -11,7 +19,7 @@ from qkflow.models.cost import (
 )
 
 
-def config(**options) -> ModelConfig:
+def small_config(**options: Any) -> ModelConfig:
     return preset("tiny", vocab_size=64, n_layers=2, dim=32, n_heads=4, **options)
 
 
@@ -19,56 +27,70 @@ def config(**options) -> ModelConfig:
     ("name", "millions"),
     [("tiny", 1.05), ("small", 10.5), ("60m", 59.29), ("150m", 151.86), ("350m", 353.5), ("455m", 454.2)],
 )
-def test_presets_have_the_sizes_they_are_named_for(name, millions):
+def test_preset_sizes(name: str, millions: float) -> None:
     counts = parameters_by_role(build_meta_decoder(preset(name)))
     assert sum(counts.values()) / 1e6 == pytest.approx(millions, rel=2e-3)
 
 
 @pytest.mark.parametrize("scoring", scorings.names())
 @pytest.mark.parametrize("coupling", couplings.names())
-def test_every_part_is_accounted_for(coupling, scoring):
-    described = config(attention={"coupling": coupling, "scoring": scoring})
-    model = Decoder(described, seed=0)
+def test_counts_of_a_config_match_the_model(coupling: str, scoring: str) -> None:
+    config = small_config(attention={"coupling": coupling, "scoring": scoring})
+    model = Decoder(config, seed=0)
     assert sum(parameters_by_role(model).values()) == sum(p.numel() for p in model.parameters())
-    assert parameters_by_role(model) == parameters_by_role(build_meta_decoder(described))
-    assert flops_per_token(described, 16) == flops_per_token(model, 16)  # counted on shapes and on numbers
+    assert parameters_by_role(model) == parameters_by_role(build_meta_decoder(config))
+    assert flops_per_token(config, 16) == flops_per_token(model, 16)
 
 
-def test_flops_of_the_standard_model_by_hand():
-    layers, width, vocabulary, length = 2, 32, 64, 16
-    products = layers * (4 * width**2 + 8 * width**2) + vocabulary * width  # weights that multiply a token
-    attention = layers * 2 * length * width  # multiply-adds with every other token, for scores and for values
-    assert flops_per_token(config(), length) == 6 * (products + attention)
-    assert flops_per_token(config(), length, training=False) == 2 * (products + attention)
+def test_flops_of_the_standard_model_match_formula() -> None:
+    n_layers, dim, vocab_size, seq_len = 2, 32, 64, 16
+    weights = n_layers * (4 * dim**2 + 8 * dim**2) + vocab_size * dim  # multiply-adds per token
+    attention = n_layers * 2 * seq_len * dim  # scores and weighted values, over all pairs of tokens
+    assert flops_per_token(small_config(), seq_len) == 6 * (weights + attention)
+    assert flops_per_token(small_config(), seq_len, training=False) == 2 * (weights + attention)
 
 
-def test_a_coupling_costs_its_own_formula():
-    plain, coupled = config(), config(attention={"coupling": "leapfrog:n=3"})
+def test_flops_of_a_coupling_match_its_formula() -> None:
+    plain, coupled = small_config(), small_config(attention={"coupling": "leapfrog:n=3"})
     model = Decoder(coupled, seed=0)
     extra = flops_per_token(coupled, 256) - flops_per_token(plain, 256)
-    # a forward and a backward pass; W1·W2 is made once for all tokens, and some steps are made again
+    # forward and backward; W1·W2 is computed once for all tokens
     by_formula = 3 * sum(block.attention.coupling.extra_flops() for block in model.blocks)
     assert by_formula <= extra <= 1.5 * by_formula
 
 
+def test_flops_of_a_linear_layer() -> None:
+    layer = torch.nn.Linear(8, 16, bias=False)
+    assert count_flops(lambda: layer(torch.randn(4, 8))) == 2 * 4 * 8 * 16
+
+
+def test_flops_include_fused_attention() -> None:
+    q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    forward = 2 * 2 * 2 * 8 * 8 * 4
+
+    def forward_and_backward() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+    assert count_flops(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)) == forward
+    assert count_flops(forward_and_backward) == forward + 2 * forward  # recomputed scores are not counted
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("coupling", ["none", "leapfrog:n=3"])
-def test_memory_is_what_a_step_really_keeps(coupling, precision):
-    described = config(attention={"coupling": coupling})
-    model = Decoder(described, seed=0)
-    foreseen = estimate_training_memory(described, 4, 16, precision=precision)
-    assert foreseen.activations == saved_activation_bytes(model, 4, 16, precision)
-    assert foreseen.weights == 4 * sum(p.numel() for p in model.parameters())
-    assert foreseen.total == foreseen.activations + 4 * foreseen.weights + foreseen.logits
+def test_memory_estimate_matches_saved_activations(coupling: str, precision: str) -> None:
+    config = small_config(attention={"coupling": coupling})
+    model = Decoder(config, seed=0)
+    estimate = estimate_training_memory(config, 4, 16, precision=precision)
+    assert estimate.activations == saved_activation_bytes(model, 4, 16, precision)
+    assert estimate.weights == 4 * sum(p.numel() for p in model.parameters())
+    assert estimate.total == estimate.activations + 4 * estimate.weights + estimate.logits
 
 
-def test_recomputing_blocks_keeps_less():
-    deep = config()
-    assert (
-        estimate_training_memory(deep, 4, 16, activation_checkpointing=True).activations
-        < estimate_training_memory(deep, 4, 16).activations
-    )
+def test_activation_checkpointing_saves_less() -> None:
+    config = small_config()
+    checkpointed = estimate_training_memory(config, 4, 16, activation_checkpointing=True)
+    assert checkpointed.activations < estimate_training_memory(config, 4, 16).activations
 
 
-def test_nothing_is_allocated():
+def test_meta_decoder_allocates_nothing() -> None:
     assert all(p.is_meta for p in build_meta_decoder(preset("455m")).parameters())

@@ -1,52 +1,65 @@
+"""The chunked linear cross-entropy against its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from qkflow.models import Decoder, preset
+from qkflow.models.cost import flops_per_token
 from qkflow.models.loss import linear_cross_entropy, linear_cross_entropy_reference
 
 
-def problem(dtype=torch.float64, tokens=37, width=6, vocabulary=11):
+def make_inputs(
+    dtype: torch.dtype = torch.float64, n_tokens: int = 37, dim: int = 6, vocab_size: int = 11
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, output weight and targets."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = (
-        torch.randn(vocabulary, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden, weight = (
+        torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for rows in (n_tokens, vocab_size)
     )
-    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator)
+    return hidden, weight, torch.randint(vocab_size, (n_tokens,), generator=generator)
 
 
-def value_and_gradients(function, hidden, weight, targets, **options):
-    loss = function(hidden, weight, targets, **options)
+def loss_and_grads(
+    loss_fn: Callable[..., Tensor], hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    loss = loss_fn(hidden, weight, targets, **options)
     return loss, *torch.autograd.grad(3 * loss, (hidden, weight))
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize("chunk_size", [1, 8, 37, 1000])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("ignored", [0, 9])
-def test_equals_the_textbook_form_in_float64(chunk, reduction, ignored):
-    hidden, weight, targets = problem()
-    targets[:ignored] = -100
-    ours = value_and_gradients(
-        linear_cross_entropy, hidden, weight, targets, reduction=reduction, chunk_size=chunk
+@pytest.mark.parametrize("n_ignored", [0, 9])
+def test_matches_reference_in_float64(chunk_size: int, reduction: str, n_ignored: int) -> None:
+    hidden, weight, targets = make_inputs()
+    targets[:n_ignored] = -100
+    ours = loss_and_grads(
+        linear_cross_entropy, hidden, weight, targets, reduction=reduction, chunk_size=chunk_size
     )
-    textbook = value_and_gradients(
-        linear_cross_entropy_reference, hidden, weight, targets, reduction=reduction
-    )
-    for mine, theirs in zip(ours, textbook, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    textbook = loss_and_grads(linear_cross_entropy_reference, hidden, weight, targets, reduction=reduction)
+    for a, b in zip(ours, textbook, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_extreme_logits_neither_overflow_nor_vanish():
-    hidden, weight, targets = problem()
+def test_large_logits_are_stable() -> None:
+    hidden, weight, targets = make_inputs()
     hidden = (hidden * 1000).detach().requires_grad_()
-    for mine, theirs in zip(
-        value_and_gradients(linear_cross_entropy, hidden, weight, targets, chunk_size=5),
-        value_and_gradients(linear_cross_entropy_reference, hidden, weight, targets),
+    for a, b in zip(
+        loss_and_grads(linear_cross_entropy, hidden, weight, targets, chunk_size=5),
+        loss_and_grads(linear_cross_entropy_reference, hidden, weight, targets),
         strict=True,
     ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_shapes_with_a_batch_and_an_ignored_token_of_infinite_loss():
-    hidden, weight, targets = problem(tokens=36)
+def test_batched_shape_and_ignored_token_with_infinite_loss() -> None:
+    hidden, weight, targets = make_inputs(n_tokens=36)
     with torch.no_grad():
         hidden[3] = float("inf")
     targets[3] = -100
@@ -56,43 +69,41 @@ def test_shapes_with_a_batch_and_an_ignored_token_of_infinite_loss():
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_only_what_needs_a_gradient_gets_one(frozen):
-    hidden, weight, targets = problem()
+def test_frozen_input_gets_no_gradient(frozen: int) -> None:
+    hidden, weight, targets = make_inputs()
     parts = [hidden, weight]
     parts[frozen] = parts[frozen].detach()
-    linear_cross_entropy(*parts, targets).backward()
+    linear_cross_entropy(parts[0], parts[1], targets).backward()
     assert parts[frozen].grad is None
     assert parts[1 - frozen].grad is not None
 
 
-def test_bf16_autocast_stays_close_to_exact():
-    hidden, weight, targets = problem(torch.float32, tokens=200, width=32, vocab_size=50)
-    exact = value_and_gradients(linear_cross_entropy_reference, hidden, weight, targets)
+def test_bf16_autocast_tolerance() -> None:
+    hidden, weight, targets = make_inputs(torch.float32, n_tokens=200, dim=32, vocab_size=50)
+    exact = loss_and_grads(linear_cross_entropy_reference, hidden, weight, targets)
     with torch.autocast("cpu", torch.bfloat16):
-        close = value_and_gradients(linear_cross_entropy, hidden, weight, targets, chunk_size=64)
-    assert close[0].dtype == torch.float32
-    for mine, theirs in zip(close, exact, strict=True):
-        assert (mine - theirs).norm() <= 0.02 * theirs.norm()
+        rough = loss_and_grads(linear_cross_entropy, hidden, weight, targets, chunk_size=64)
+    assert rough[0].dtype == torch.float32
+    for a, b in zip(rough, exact, strict=True):
+        assert (a - b).norm() <= 0.02 * b.norm()
 
 
-def test_without_gradients_nothing_is_computed_for_them():
-    from qkflow.models import Decoder, preset
-    from qkflow.models.cost import flops_per_token
-
+def test_no_gradient_work_under_no_grad() -> None:
     model = Decoder(preset("tiny", vocab_size=64, n_layers=1), seed=0)
     assert flops_per_token(model, 16) == 3 * flops_per_token(model, 16, training=False)
 
 
-def test_where_no_token_counts_the_loss_and_its_gradient_are_zero():
+def test_all_targets_ignored_gives_zero_loss_and_gradient() -> None:
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
     loss = linear_cross_entropy(hidden, weight, torch.full((4,), -100))
     loss.backward()
     assert loss.item() == 0
-    assert not hidden.grad.any()
-    assert not weight.grad.any()
+    for tensor in (hidden, weight):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
 
 
 @pytest.mark.parametrize("target", [-1, 16])
-def test_a_target_outside_the_vocabulary_is_an_error(target):
-    with pytest.raises(RuntimeError, match="out of bounds"):
+def test_target_outside_the_vocabulary(target: int) -> None:
+    with pytest.raises(RuntimeError, match="out of bounds"):  # raised by PyTorch
         linear_cross_entropy(torch.randn(2, 8), torch.randn(16, 8), torch.tensor([3, target]))
