@@ -52,7 +52,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: Attention(15, 3, scoring="differential", rope=False), "differential-odd-heads"),
     (lambda: Attention(16, 2, init="gtp2"), "unknown-init"),
     (lambda: Attention(16, 2, init="symmetric=x"), "bad-init-strength"),
-    (lambda: Attention(16, 2, rope={"scaling": "log"}), "unknown-rope-scaling"),
+    (lambda: Attention(16, 2, rope={"scaling": "log"}), "unknown-scaling"),
     (lambda: Attention(16, 2, rope={"base": -1.0}), "bad-rope"),
     (lambda: Attention(16, 2, rope={"bse": 1.0}), "unknown-key"),
     (lambda: Attention(16, 2, rope={"factor": "fast"}), "wrong-type"),

@@ -1,4 +1,4 @@
-"""What each part costs, as a ratio to standard attention measured in the same process."""
+"""Time, FLOPs and memory of couplings and scorings, relative to standard attention in the same process."""
 
 from qkflow.bench.timing import TimeRatio, time_interleaved
 

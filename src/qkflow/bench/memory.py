@@ -1,4 +1,4 @@
-"""Peak memory of a call, from the allocator's own record: exact and repeatable, unlike resident size."""
+"""Peak memory of a call, from the allocator's record: exact and repeatable, unlike resident set size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory_bytes(fn: Callable[[], object], device: torch.device) -> int:
-    """The most memory that `call` held at once beyond what was there before it."""
+    """Return the most memory that `fn` holds at one time, in addition to what was allocated before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -19,7 +19,7 @@ def peak_memory_bytes(fn: Callable[[], object], device: torch.device) -> int:
 
 
 def _peak_memory_bytes_cpu(fn: Callable[[], object]) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise chats on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no profiler messages on stderr
     from torch._C._profiler import _EventType
     from torch.profiler import ProfilerActivity, profile
 
@@ -28,11 +28,11 @@ def _peak_memory_bytes_cpu(fn: Callable[[], object]) -> int:
     assert record.profiler is not None
     results = record.profiler.kineto_results
     assert results is not None
-    waiting = list(results.experimental_event_tree())
+    events = list(results.experimental_event_tree())
     changes = []
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
+    while events:
+        event = events.pop()
+        events.extend(event.children)
         if event.tag == _EventType.Allocation:
             changes.append((event.start_time_ns, event.extra_fields.alloc_size))
     held = peak = 0

@@ -1,8 +1,8 @@
-"""Ratios on a noisy machine: variants take turns in one process, each right beside the reference.
+"""Time ratios on a noisy machine: variants are interleaved with a reference in one process.
 
-A contestant's round is the time of one call divided by the time of a call of the reference made just
-before or just after it, in random order, so that whatever else the machine does hits both. The ratio
-reported is the median over rounds, its interval a bootstrap of that median.
+One round of a variant is the time of one call divided by the time of a call of the reference directly before
+or after it, in random order, so that other load on the machine affects both. Reported is the median ratio
+over rounds with a bootstrap interval of the median.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from qkflow.errors import InputError
 
 TimedFn = Callable[[], object]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class TimeRatio:
     seconds: float
     rounds: int
 
+    def rounded(self) -> dict[str, float]:
+        """Return the values for a table or a JSON file."""
+        return {
+            "ratio": round(self.ratio, 4),
+            "low": round(self.low, 4),
+            "high": round(self.high, 4),
+            "milliseconds": round(1e3 * self.seconds, 3),
+        }
+
 
 def time_interleaved(
     reference: TimedFn,
@@ -39,62 +49,71 @@ def time_interleaved(
     rounds: int = 15,
     warmup: int = 3,
     seed: int = 0,
+    clock: Clock = time.perf_counter,
     on_round: Callable[[], None] | None = None,
 ) -> dict[str, TimeRatio]:
-    """Time every contestant against the reference."""
+    """Return the time of every variant relative to the reference."""
     if rounds < 3:
-        raise InputError(f"a ratio with an interval needs at least 3 rounds, not {rounds}")
-    order = random.Random(seed)
+        raise InputError(f"rounds must be at least 3 for an interval, not {rounds}", code="too-few-rounds")
+    rng = random.Random(seed)
     disable_malloc_trim()
     for _ in range(warmup):
-        for call in (reference, *variants.values()):
-            call()
+        for fn in (reference, *variants.values()):
+            fn()
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    collecting = gc.isenabled()
-    gc.disable()  # a collection that lands on one contestant is not its cost
+    gc_enabled = gc.isenabled()
+    gc.disable()  # a collection inside one call is not the cost of that call
     try:
         for _ in range(rounds):
-            for name in order.sample(list(variants), len(variants)):
-                if order.random() < 0.5:
-                    base = time_call(reference)
-                    own = time_call(variants[name])
+            for name in rng.sample(list(variants), len(variants)):
+                if rng.random() < 0.5:
+                    base = time_call(reference, clock)
+                    own = time_call(variants[name], clock)
                 else:
-                    own = time_call(variants[name])
-                    base = time_call(reference)
+                    own = time_call(variants[name], clock)
+                    base = time_call(reference, clock)
                 pairs[name].append((own, base))
             gc.collect()
             if on_round is not None:
                 on_round()
     finally:
-        if collecting:
+        if gc_enabled:
             gc.enable()
     return {name: summarize_ratios(times, seed) for name, times in pairs.items()}
 
 
 def disable_malloc_trim() -> None:
-    """Ask glibc to keep what is freed instead of giving it back to the system, for the rest of the process.
+    """Make glibc keep freed memory instead of returning it to the system, for the rest of the process.
 
-    Large tensors would be faulted in anew in most calls; that can take a third of a call's time, and who pays
-    depends on who ran before. Other systems and libraries have no such wish to express.
+    Otherwise most calls page-fault large tensors in again. That can take a third of the time of a call, and
+    which call pays depends on the one before. On other systems this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
+        trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(mmap_threshold, 2**30)
 
 
-def time_call(fn: TimedFn) -> float:
-    begin = time.perf_counter()
+def process_clock() -> float:
+    """Return the CPU seconds of this process and its finished children, which other load affects little."""
+    import resource
+
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def time_call(fn: TimedFn, clock: Clock = time.perf_counter) -> float:
+    begin = clock()
     fn()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def summarize_ratios(times: list[tuple[float, float]], seed: int = 0) -> TimeRatio:
-    """Median of the paired ratios with a bootstrap interval."""
+    """Return the median ratio of (variant, reference) times with a bootstrap interval."""
     ratios = [own / base for own, base in times]
-    draw = random.Random(seed)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
     return TimeRatio(
         ratio=statistics.median(ratios),
         low=medians[50],

@@ -1,27 +1,34 @@
-"""Who is timed against standard attention, at which level, and the proof that each is correct."""
+"""What is timed against standard attention, at which level, after a check against the reference."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention import Attention, couplings, merge, scorings
+from qkflow.attention import Attention, KVCache, couplings, merge, scorings
+from qkflow.attention.attention import attention_layers
+from qkflow.attention.projections import HeadShapes
 from qkflow.errors import InputError, unknown
 from qkflow.models import AttentionConfig, Block, Decoder, ModelConfig, generate
-from qkflow.models.cpu_decoder import PackedWeights
+from qkflow.models.cpu_decoder import CPUDecoder, PackedWeights
+from qkflow.models.loss import linear_cross_entropy
+from qkflow.models.slow_path.cache import SlowPathCache
 
-LEVELS = ("attention", "block", "model", "decode")
+Level = Literal["attention", "block", "model", "decode"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 STEP_COUNTS = (1, 3, 7)
-ROUND_MULTIPLIER = {"decode": 8}  # a round's turns, where calls are short; elsewhere one
+ROUND_MULTIPLIER = {"decode": 8}  # short calls need more rounds
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, output weight and targets
 
 
 @dataclass(frozen=True)
 class BenchShape:
-    """The size everything is timed at; the default is one layer of the 60m preset."""
+    """Model and batch size of a benchmark; the default is one layer of the 60m preset."""
 
     dim: int = 512
     n_heads: int = 8
@@ -32,9 +39,10 @@ class BenchShape:
     decode_n_layers: int = 8
     vocab_size: int = 8_192  # at level `model`
     decode_vocab_size: int = 50_257
-    decode_tokens: int = 4  # decoded per call: in short turns what else the machine does hits both of a pair
+    decode_tokens: int = 4  # per call; other load affects both calls of a short pair alike
 
-    def model_config(self, coupling: str, scoring: str, level: str) -> ModelConfig:
+    def model_config(self, coupling: str, scoring: str, level: Level) -> ModelConfig:
+        """Return the config of the model; levels below `model` use its first block."""
         decode = level == "decode"
         return ModelConfig(
             vocab_size=self.decode_vocab_size if decode else self.vocab_size,
@@ -66,14 +74,18 @@ STANDARD = BenchVariant("standard")
 
 
 def all_variants() -> list[BenchVariant]:
-    """Standard against itself (the noise floor), every registered coupling, the textbook form, the peers."""
+    """Return standard attention (against itself: the noise level), every registered coupling and scoring.
+
+    A coupling with a `steps` option has a row per step count. A linear one has one row, because n steps are
+    one larger step, and a row for the merged layer.
+    """
     rows = [BenchVariant("none")]
     for name in couplings.names():
-        if name == "none":
+        if name == STANDARD.coupling:
             continue
-        if name == "drift":  # n steps of it are one step n times as large
-            rows.append(BenchVariant("drift", "drift"))
-            rows.append(BenchVariant("drift merged", "drift", merged=True))
+        if is_mergeable(name):
+            rows.append(BenchVariant(name, name))
+            rows.append(BenchVariant(f"{name} merged", name, merged=True))
         elif "steps" in couplings.options(name):
             rows += [BenchVariant(name, f"{name}:n={n}", steps=n) for n in STEP_COUNTS]
         else:
@@ -84,22 +96,27 @@ def all_variants() -> list[BenchVariant]:
     return rows
 
 
+def is_mergeable(coupling: str) -> bool:
+    """Whether the coupling is a linear drift, which `merge` folds into the query projection."""
+    return couplings.build(coupling, HeadShapes(1, 1, 1, 8, 8, 1, 8)).linear_drift() is not None
+
+
 def select_variants(names: str | None) -> list[BenchVariant]:
-    """The variants whose variant or label is named, e.g. `euler,leapfrog n=7,textbook leapfrog`."""
-    everyone = all_variants()
+    """Return the variants with these names or labels, e.g. `euler,leapfrog n=7,textbook leapfrog`."""
+    variants = all_variants()
     if not names:
-        return everyone
-    chosen = []
+        return variants
+    selected = []
     for name in (part.strip() for part in names.split(",")):
-        found = [row for row in everyone if name in (row.name, row.label)]
-        if not found:
-            raise unknown("variant", name, {row.label for row in everyone})
-        chosen += found
-    return chosen
+        matching = [row for row in variants if name in (row.name, row.label)]
+        if not matching:
+            raise unknown("variant", name, {row.label for row in variants})
+        selected += matching
+    return selected
 
 
 class ReferenceCoupling(couplings.Coupling):
-    """A coupling that runs its reference."""
+    """Runs the reference of another coupling."""
 
     def __init__(self, coupling: couplings.Coupling) -> None:
         super().__init__(coupling.head_shapes)
@@ -113,8 +130,9 @@ class ReferenceCoupling(couplings.Coupling):
 
 
 def build_module(
-    variant: BenchVariant, level: str, shape: BenchShape, device: torch.device, dtype: torch.dtype
+    variant: BenchVariant, level: Level, shape: BenchShape, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
+    """Build the attention layer, the block or the model of a variant."""
     config = shape.model_config(variant.coupling, variant.scoring, level)
     module: nn.Module
     if level == "attention":
@@ -124,18 +142,25 @@ def build_module(
     else:
         module = Decoder(config, seed=0, device=device, dtype=dtype)
     if variant.use_reference:
-        for layer in module.modules():
-            if isinstance(layer, Attention):
-                layer.coupling = ReferenceCoupling(layer.coupling)
+        for layer in attention_layers(module):
+            layer.coupling = ReferenceCoupling(layer.coupling)
     if variant.merged:
         merge(module)
     return module
 
 
 def make_training_step(
-    module: nn.Module, level: str, shape: BenchShape, device: torch.device, dtype: torch.dtype
-) -> Callable[[], object]:
-    """One training step: forward, backward, and for a whole model the optimizer."""
+    module: nn.Module,
+    level: Level,
+    shape: BenchShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    loss_fn: LossFn = linear_cross_entropy,
+) -> Callable[[], Tensor]:
+    """Return a training step: forward and backward; for a whole model also the loss and the optimizer.
+
+    The step returns the loss of a model, or the gradient of the input of a layer.
+    """
     generator = torch.Generator().manual_seed(0)
     size = (shape.batch_size, shape.seq_len)
     if level == "model":
@@ -143,93 +168,120 @@ def make_training_step(
         ids = torch.randint(shape.vocab_size, size, generator=generator).to(device)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
-        def step() -> None:
-            logits = module.logits(module(ids))
-            nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten()).backward()
+        def model_step() -> Tensor:
+            loss = loss_fn(module(ids).flatten(0, 1), module.output_weight, ids.flatten())
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
 
-        return step
+        return model_step
     x = torch.randn(*size, shape.dim, generator=generator).to(device, dtype).requires_grad_()
-    signal = torch.randn(*size, shape.dim, generator=generator).to(device, dtype)
+    grad_output = torch.randn(*size, shape.dim, generator=generator).to(device, dtype)
 
-    def pass_both_ways() -> None:
-        module(x).backward(signal)
-        x.grad = None
+    def layer_step() -> Tensor:
+        module(x).backward(grad_output)
+        grad, x.grad = x.grad, None
         for parameter in module.parameters():
             parameter.grad = None
+        assert grad is not None
+        return grad
 
-    return pass_both_ways
+    return layer_step
 
 
 @torch.no_grad()
 def share_equal_weights(model: nn.Module, standard: nn.Module) -> None:
-    """Let a model use the memory of another for every weight in which they are equal.
+    """Make `model` use the memory of `standard` for every parameter that has equal values in both.
 
-    Decoding reads each weight once a token, and where in memory it lies matters more than a coupling does.
+    Decoding reads each weight once per token; its place in memory affects the time more than a coupling does.
     """
-    theirs = dict(standard.named_parameters())
-    for name, own in model.named_parameters():
-        if name in theirs and torch.equal(own, theirs[name]):
-            own.data = theirs[name].data
+    standard_parameters = dict(standard.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in standard_parameters and torch.equal(parameter, standard_parameters[name]):
+            parameter.data = standard_parameters[name].data
 
 
 def make_decode_step(
     model: Decoder, shape: BenchShape, device: torch.device, packed_weights: PackedWeights | None = None
-) -> Callable[[], object]:
-    """Decode `shape.tokens` tokens greedily, as `generate` does, after a prompt that is already cached."""
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(shape.decode_vocab_size, (1, shape.seq_len), generator=generator).to(device)
-    caches = model.new_caches(1, shape.seq_len + shape.decode_tokens)
+) -> Callable[[], Tensor]:
+    """Return a function that decodes a few tokens after a cached prompt, as `generate` does."""
     model.eval()
-    with torch.inference_mode():
-        model(prompt, caches=caches)
-        read = generate.make_decode_step(
-            model, caches, batch_size=1, n_tokens=shape.seq_len, packed_weights=packed_weights
-        )
+    if not CPUDecoder.supports(model):
+        model.prepare_for_inference()
+    prompt, caches = prefill(model, shape, device)
+    step = generate.make_decode_step(
+        model, caches, batch_size=1, n_tokens=shape.seq_len, packed_weights=packed_weights
+    )
+    return decode_greedily(step, prompt, caches, shape)
+
+
+@torch.inference_mode()
+def prefill(
+    model: Decoder, shape: BenchShape, device: torch.device
+) -> tuple[Tensor, list[KVCache | SlowPathCache]]:
+    """Return a random prompt (1, seq_len) and caches that hold it, with space for the decoded tokens."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.vocab_size
+    prompt = torch.randint(vocab_size, (1, shape.seq_len), generator=generator).to(device)
+    caches = model.new_caches(1, shape.seq_len + shape.decode_tokens)
+    model(prompt, caches=caches)
+    return prompt, caches
+
+
+def decode_greedily(
+    step: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    caches: Sequence[KVCache | SlowPathCache],
+    shape: BenchShape,
+) -> Callable[[], Tensor]:
+    """Return a function that decodes from the end of the prompt and returns the last logits."""
 
     @torch.inference_mode()
-    def decode() -> None:
+    def decode() -> Tensor:
         for cache in caches:
             cache.crop(shape.seq_len)
         token = prompt[:, -1]
         for _ in range(shape.decode_tokens):
-            token = read(token).argmax(-1)
+            logits = step(token)
+            token = logits.argmax(-1)
+        return logits
 
     return decode
 
 
 def max_reference_error(variant: BenchVariant, shape: BenchShape) -> float:
-    """Largest float64 difference between the fast layer and its textbook reference, gradients included."""
+    """Return the largest relative float64 error of a layer and its gradients against the reference."""
     small = dataclasses.replace(shape, seq_len=24, batch_size=2)
     module = build_module(variant, "attention", small, torch.device("cpu"), torch.float64)
     assert isinstance(module, Attention)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in module.parameters():  # away from the start, where couplings may be the identity
+        for parameter in module.parameters():  # at init a coupling may be the identity
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     x = torch.randn(2, 24, shape.dim, generator=generator, dtype=torch.float64)
     x = x / shape.dim**0.5
-    signal = torch.randn(2, 24, shape.dim, generator=generator, dtype=torch.float64)
+    grad_output = torch.randn(2, 24, shape.dim, generator=generator, dtype=torch.float64)
 
-    def results(out: Tensor) -> list[Tensor]:
-        grads = torch.autograd.grad(out, list(module.parameters()), signal, materialize_grads=True)
+    def out_and_grads(out: Tensor) -> list[Tensor]:
+        grads = torch.autograd.grad(out, list(module.parameters()), grad_output, materialize_grads=True)
         return [out.detach(), *grads]
 
-    fast, slow = results(module(x)), results(module.reference(x)[0])
+    fast, textbook = out_and_grads(module(x)), out_and_grads(module.reference(x)[0])
     return max(
-        float((a - b).abs().max() / b.abs().max().clamp_min(1.0)) for a, b in zip(fast, slow, strict=True)
+        float((a - b).abs().max() / b.abs().max().clamp_min(1.0)) for a, b in zip(fast, textbook, strict=True)
     )
 
 
 def verify_all(variants: list[BenchVariant], shape: BenchShape, tolerance: float = 1e-10) -> dict[str, float]:
-    """Check everyone; a contestant that is wrong stops the benchmark before anything is timed."""
+    """Return the error of every variant; raise before anything is timed if one exceeds the tolerance."""
     errors = {}
     for row in variants:
         errors[row.label] = max_reference_error(row, shape)
         if not errors[row.label] <= tolerance:
             raise InputError(
-                f"'{row.label}' differs from its textbook reference by {errors[row.label]:.1e} (allowed: "
-                f"{tolerance:.0e}): nothing is timed until it is correct"
+                f"variant '{row.label}' differs from its reference by {errors[row.label]:.1e}, more than "
+                f"{tolerance:.0e}: nothing is timed until it is correct",
+                code="reference-mismatch",
             )
     return errors
