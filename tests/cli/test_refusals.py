@@ -134,10 +134,10 @@ def test_train(refused: Refused, flags: list[str], code: str | None, named: str)
 @cases(
     (["--variants", "eulr"], "unknown-variant", "'euler'"),
     (["--variants", "euler:m=2"], "unknown-option", "'m'"),
-    (["--variants", "euler++drift"], None, "'euler++drift'"),
+    (["--variants", "euler++drift"], "variant-syntax", "'euler++drift'"),
     (["--variants", "euler@nowhere"], "unknown-init", "'nowhere'"),
-    (["--variants", ""], None, "--variants"),
-    (["--seeds", "1"], None, "--seeds 1"),
+    (["--variants", ""], "no-variants", "--variants"),
+    (["--seeds", "1"], "too-few-seeds", "--seeds 1"),
     (["--starts", "gpt2"], "renamed-flag", "--inits"),
     (["--match", "tim"], "unknown-match", "'time'"),
     (["--variants", "leapfrog:n=0"], None, "'leapfrog:n=0'"),
@@ -168,7 +168,7 @@ def test_model_that_does_not_exist(refused: Refused) -> None:
         assert "nowhere" in refused(name, "nowhere", *rest, code="model-not-found")
     assert "nobody/nothing" in refused("import", "nobody/nothing", "out", code="hub-unreachable")
     assert "./nowhere" in refused("import", "./nowhere", "out", code="model-not-found")
-    assert "study.yaml" in refused("report", "nowhere")
+    assert "study.yaml" in refused("report", "nowhere", code="not-a-study")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")

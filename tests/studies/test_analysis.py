@@ -230,3 +230,4 @@ def test_no_verdict_reports_numbers_alone() -> None:
     assert euler.verdict == "no verdict"
     assert euler.difference.low is None
     assert "no verdict from one seed; its perplexity was 9.6% lower" in euler.sentence
+    assert not any("t-interval" in note for note in summary.notes)  # one seed has no interval

@@ -26,9 +26,8 @@ def options_from(
 
     Names, defaults and help texts come from the dataclasses. A field without a default is positional. `only`
     selects fields; fields in `unset` default to None, and are left out of the dict unless the user sets them.
-    Choices, lists and the fields in
-    `as_text` (counts such as 200k) are passed on as text: the config parses them, with an InputError that
-    is one sentence.
+    Choices, lists and the fields in `as_text` (counts such as 200k) are passed on as text: the config parses
+    them, with an InputError that is one sentence.
     """
 
     def decorate(command: Command) -> Command:

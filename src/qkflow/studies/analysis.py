@@ -344,7 +344,7 @@ def _notes(summary: StudySummary) -> list[str]:
     if isinstance(summary.commit, list):
         notes.append("The runs were made by different commits of the code.")
     pairs = [arm.difference.pairs for arm in summary.variants if arm.difference]
-    if pairs and min(pairs) < 6:
+    if pairs and 1 < min(pairs) < 6:
         notes.append(
             f"With {min(pairs)} seeds the t-interval assumes that differences are about normal, and the "
             "bootstrap has little to resample: it tends to be too narrow."

@@ -19,7 +19,7 @@ import toy_study
 from qkflow.errors import InputError
 from qkflow.studies import compare
 from qkflow.studies.grid import RunSpec
-from qkflow.studies.runner.engines import RUN_LOCKED, LocalEngine
+from qkflow.studies.runner.engines import LocalEngine
 from qkflow.studies.runner.execution import RunTracker
 from qkflow.studies.runner.study_dir import RunDir
 from qkflow.training.run_dir import EXIT_BAD_INPUT
@@ -131,24 +131,6 @@ def test_killed_workers_resume_from_their_checkpoints(tmp_path: Path, expected_l
     assert [row["loss"] for row in comparison.rows] == expected_losses
 
 
-def test_locked_run_is_not_started(tmp_path: Path) -> None:
-    engine = LocalEngine((sys.executable, "-c", "import time; time.sleep(30)"))
-    first = engine.start(tmp_path, 0)
-    assert engine.start(tmp_path, 1).poll() == RUN_LOCKED
-    first.kill()
-    third = engine.start(tmp_path, 0)
-    assert third.poll() is None
-    third.kill()
-
-
-def test_worker_thread_count(tmp_path: Path) -> None:
-    code = "import os; print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])"
-    handle = LocalEngine((sys.executable, "-c", code), threads=3).start(tmp_path, 0)
-    while handle.poll() is None:
-        time.sleep(0.02)
-    assert RunDir(tmp_path).last_log_line() == "3 3"
-
-
 def make_tracker(folder: Path) -> RunTracker:
     config = {"train": {"batch_size": 1}, "data": {"seq_len": 10}}
     return RunTracker(RunSpec("compare", "euler@gpt2", 0, 1e-3, 100, config), RunDir(folder))
@@ -165,13 +147,6 @@ def test_read_new_metrics_of_partial_lines(tmp_path: Path) -> None:
             tracker.read_new_metrics()
     assert (tracker.step, tracker.tokens, tracker.loss, tracker.tokens_per_second) == (4, 40, 2.5, 7.0)
     assert tracker.time_left() == pytest.approx(60 / 7)
-
-
-def test_metrics_keep_the_later_row_and_skip_incomplete_lines(tmp_path: Path) -> None:
-    rows = [{"kind": "eval", "step": s, "loss": loss} for s, loss in ((0, 9.0), (5, 5.0), (5, 4.0))]
-    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "eval", "st'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert [row["loss"] for row in RunDir(tmp_path).metrics()["eval"]] == [9.0, 4.0]
 
 
 def test_killed_worker_is_recorded_as_failed(tmp_path: Path) -> None:
@@ -206,7 +181,3 @@ def test_bad_input_keeps_message_and_code(tmp_path: Path) -> None:
     assert tracker.status == "failed"
     assert str(tracker.input_error()) == str(error)
     assert tracker.input_error().code == "invalid-seq-len"
-
-
-def test_error_line_of_any_other_text_is_the_message() -> None:
-    assert str(InputError.from_line("Killed")) == "Killed"
