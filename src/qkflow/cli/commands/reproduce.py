@@ -10,8 +10,8 @@ import tyro
 from qkflow import console
 from qkflow.cli.commands.compare import print_comparison, print_interrupted
 from qkflow.cli.options import options_from
-from qkflow.papers.published import Stage, get_paper_study
-from qkflow.papers.published import reproduce as reproduce_paper
+from qkflow.papers.reproduce import Stage, get_paper_study
+from qkflow.papers.reproduce import reproduce as reproduce_paper
 from qkflow.studies import Comparison, ComparisonConfig
 from qkflow.studies.config import ExecutionConfig
 from qkflow.studies.runner.execution import StudyInterrupted

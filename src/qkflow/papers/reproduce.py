@@ -7,72 +7,26 @@ never *the* reproduction. Each study is one or more comparisons, each in its own
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qkflow import files
 from qkflow.config_io import parse_count
 from qkflow.errors import unknown
+from qkflow.papers.coupled_dynamics import study as coupling_study
+from qkflow.papers.fast_slow import study as fast_slow_study
+from qkflow.papers.paper_study import PaperStudy, Stage
 from qkflow.report import write_outputs
 from qkflow.studies.compare import Comparison, compare
-from qkflow.studies.slow_path_findings import gate_findings
 
-FindingsFn = Callable[[Comparison], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One comparison of a study."""
-
-    name: str
-    variants: tuple[str, ...]
-    token_multiplier: int = 1
-
-
-@dataclass(frozen=True)
-class PaperStudy:
-    """A paper's claim and the comparisons that test it. `findings` computes results beyond losses."""
-
-    paper: str
-    claim: str
-    tokens: str
-    seeds: int
-    stages: tuple[Stage, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    findings: FindingsFn | None = None
-
-
-PAPER_STUDIES = {
-    "coupling": PaperStudy(
-        "Gahtan & Bronstein, arXiv 2604.01683",
-        "coupled queries and keys lower perplexity by 6 to 7% at 60M parameters, Euler and leapfrog alike, "
-        "and an uncoupled network of the same size does not",
-        tokens="1M",
-        seeds=3,
-        stages=(Stage("main", ("standard", "drift", "euler", "leapfrog")),),
-        settings={"controls": "symmetric,uncoupled", "inits": "gpt2,fan_in"},
-    ),
-    "fast-slow": PaperStudy(
-        "Gao, arXiv 2606.16730",
-        "at 500k tokens the slow path is neutral: its gate stays closed, and coupled and frozen are within "
-        "the noise of each other",
-        tokens="500k",
-        seeds=5,
-        stages=(
-            Stage(
-                "short",
-                ("standard", "slow", "slow:closed", "slow:frozen", "slow:warm-gate", "dense-matched"),
-            ),
-            Stage("long", ("standard", "slow", "slow:warm-gate"), token_multiplier=10),
-        ),
-        settings={"controls": "none", "inits": "gpt2"},
-        findings=gate_findings,
-    ),
+PAPER_STUDIES: dict[str, PaperStudy] = {
+    "coupling": coupling_study.STUDY,
+    "fast-slow": fast_slow_study.STUDY,
 }
 
 
 def get_paper_study(name: str) -> PaperStudy:
+    """Return a study by name."""
     if name not in PAPER_STUDIES:
         raise unknown("study", name, PAPER_STUDIES)
     return PAPER_STUDIES[name]

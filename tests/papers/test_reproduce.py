@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from input_errors import raises_code
-from qkflow.papers.published import PAPER_STUDIES, reproduce
+from qkflow.papers.reproduce import PAPER_STUDIES, reproduce
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.grid import build_grid
 from toy_study import TOY
