@@ -19,7 +19,7 @@ from qkflow.cli.commands.bench import bench
 DOCS = Path(__file__).parents[2] / "docs"
 CPU = torch.device("cpu")
 SMALL = BenchShape(dim=32, n_heads=4, seq_len=128, batch_size=1, decode_vocab_size=64, decode_n_layers=2)
-FAST = [ablation for ablation in ABLATIONS if ablation.in_process and "BPE" not in ablation.name]
+FAST = [ablation for ablation in ABLATIONS if ablation.uses_torch_memory]
 
 
 def make_row(name: str = "cache", ratio: float = 1.0, memory: float | None = 1.0) -> AblationRow:

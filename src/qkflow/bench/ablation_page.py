@@ -17,7 +17,8 @@ plain implementation, interleaved in one process. `--save docs/results/ablation.
 renders this page from them.
 
 - **time**, **memory**: plain / ours, so above 1 ours is better; time with a 95% interval
-- **ms**: time of the plain implementation
+- **ms**: time of the plain implementation. `clock process` is the CPU time of all threads and child
+  processes: `tokenizers` uses all cores, the word cache one
 """
 COLUMNS = ("implementation", "case", "time", "95% interval", "memory", "ms", "meets the rule")
 IN_USE = "## In use\n"
