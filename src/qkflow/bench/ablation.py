@@ -273,7 +273,7 @@ def _all_ablations() -> Iterator[Ablation]:
     for coupling in ("none", "euler", "affine"):
         case, build = f"generation, {coupling}", partial(_packed_decoding, coupling)
         yield Ablation("packed CPU decoding", case, build, 8, cpu_only=True)
-    for coupling in ("drift", "euler", "leapfrog:n=7"):
+    for coupling in ("euler", "leapfrog:n=7", "affine"):
         case, build = f"generation, {coupling}", partial(_coupling_preparation, coupling)
         yield Ablation("coupling's own inference preparation", case, build, 8, cpu_only=True)
     for coupling in ("none", "drift", "euler", "leapfrog:n=7"):

@@ -7,6 +7,9 @@ nothing of that size is saved for the backward pass or computed twice.
 With E = exp(logits − max), s = its row sums and y the targets, the loss of a token is log s + max − logit_y,
 and the gradient of its logits (E − s·onehot(y)) / s. The division by s is applied to the hidden states, which
 are narrower than the logits.
+
+`torch.nn.functional.linear_cross_entropy` (torch 2.13 and later) takes the same time and memory with the same
+chunk size; it can replace this module when 2.13 is the oldest supported version.
 """
 
 from __future__ import annotations

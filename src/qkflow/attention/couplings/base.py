@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -76,10 +77,15 @@ class Coupling(nn.Module):
     def prepare_for_inference(self, qk: FactorizedQK) -> PreparedQK | None:
         """Build the fused inference projection from the current parameters.
 
-        Return None to use the regular forward. The default fuses both projections into one matmul.
+        Return None to use the regular forward. The default fuses both projections into one matmul, with a
+        linear drift merged into the query projection.
         """
-        weight, bias = stack_linear([(qk.q.weight, qk.q.bias), (qk.k.weight, qk.k.bias)])
-        return PreparedQK(self.head_shapes, weight, bias, lambda q, k, _: self(q, k))
+        drift = self.linear_drift()
+        with torch.no_grad():
+            query = (qk.q.weight, qk.q.bias) if drift is None else qk.drifted_query_projection(drift)
+            weight, bias = stack_linear([query, (qk.k.weight, qk.k.bias)])
+        finish = None if drift is not None else lambda q, k, _: self(q, k)
+        return PreparedQK(self.head_shapes, weight, bias, finish)
 
     def extra_parameters(self) -> int:
         """Return the number of parameters this coupling adds to its layer, by formula."""

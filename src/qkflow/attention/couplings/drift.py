@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qkflow.attention.couplings.base import Coupling, FactoryKwargs, PreparedQK, register
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
 from qkflow.attention.couplings.layers import StepSize, add_drift, check_steps, repeat_keys
-from qkflow.attention.projections import FactorizedQK, HeadShapes, stack_linear
+from qkflow.attention.projections import HeadShapes
 
 
 @register
@@ -66,10 +65,3 @@ class Drift(Coupling):
 
     def diagnostics(self) -> dict[str, Tensor]:
         return {"step_size": self.step.per_head().detach()}
-
-    def prepare_for_inference(self, qk: FactorizedQK) -> PreparedQK:
-        """Put the drift into the query projection; nothing is left to do."""
-        with torch.no_grad():
-            drifted = qk.drifted_query_projection(self.linear_drift())
-            weight, bias = stack_linear([drifted, (qk.k.weight, qk.k.bias)])
-        return PreparedQK(self.head_shapes, weight, bias)
