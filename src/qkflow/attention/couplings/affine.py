@@ -23,9 +23,9 @@ from qkflow.errors import InputError
 
 @dataclass(frozen=True)
 class _ConditionerWeights:
-    """Conditioners as batched matmuls.
+    """Conditioners as batched matmuls; one network per query head.
 
-    w1 (sources, ρ, D), b1 (networks, r, 1) or None, double_scale and shift (targets, ρ, D)
+    w1 (sources, D, ρ), b1 (networks, 1, r) or None, double_scale and shift (targets, ρ, D)
 
     The networks that condition one target are one matmul over their stacked latents, so that no output
     wider than the target is formed. A latent that is always 1 multiplies the bias b2.
@@ -41,26 +41,33 @@ class _ConditionerWeights:
         cls, networks: HeadNetworks, n_sources: int, n_targets: int, dtype: torch.dtype
     ) -> _ConditionerWeights:
         force = networks.as_force()
-        w1 = force.w1.reshape(n_sources, -1, force.w1.shape[-1]).to(dtype)
+        w1 = force.w1.reshape(n_sources, -1, force.w1.shape[-1]).transpose(1, 2)
         rows, b1 = force.w2.transpose(1, 2), None
         if force.b1 is not None and force.b2 is not None:
-            b1 = force.b1.unsqueeze(-1).to(dtype)
+            b1 = force.b1.unsqueeze(1).to(dtype)
             rows = torch.cat((rows, force.b2.unsqueeze(1)), dim=1)
         n_networks = len(rows)
         if n_networks != n_targets:  # a target uses the mean of its networks
             rows = rows.reshape(n_targets, -1, rows.shape[-1]) * (n_targets / n_networks)
         scale, shift = rows.to(dtype).chunk(2, dim=-1)
-        return cls(w1, b1, 2 * scale, shift)
+        return cls(w1.to(dtype), b1, 2 * scale, shift)
 
-    def latents(self, source: Tensor) -> Tensor:
+    def latents(self, source: Tensor, n_networks: int) -> Tensor:
         """Return (targets, N, ρ) of a source (sources, N, D)."""
-        u = torch.bmm(self.w1, source.transpose(1, 2))
+        u = _regroup(torch.bmm(source, self.w1), n_networks)
         if self.b1 is None:
-            latents = F.silu(u)
-        else:
-            u = u.view(*self.b1.shape[:2], u.shape[-1]) + self.b1
-            latents = torch.cat((F.silu(u), torch.ones_like(u[:, :1])), dim=1)
-        return latents.view(*self.shift.shape[:2], u.shape[-1]).transpose(1, 2)
+            return _regroup(F.silu(u), len(self.shift))
+        u = u + self.b1
+        return _regroup(torch.cat((F.silu(u), torch.ones_like(u[..., :1])), dim=-1), len(self.shift))
+
+
+def _regroup(x: Tensor, n_groups: int) -> Tensor:
+    """Regroup latents (groups, N, ρ) into `n_groups` contiguous groups."""
+    if len(x) == n_groups:
+        return x
+    if len(x) < n_groups:
+        return x.unflatten(-1, (n_groups // len(x), -1)).transpose(1, 2).flatten(0, 1)
+    return x.unflatten(0, (n_groups, -1)).transpose(1, 2).flatten(2)
 
 
 @register
@@ -150,9 +157,10 @@ class Affine(Coupling):
 
     def _transform(self, target: Tensor, source: Tensor, weights: _ConditionerWeights) -> Tensor:
         """Return target⊙exp(s) + t, with (s, t) from the source; both are (heads, N, D)."""
-        latents = weights.latents(source)
+        latents = weights.latents(source, self.head_shapes.n_q)
         gate = torch.sigmoid(torch.bmm(latents, weights.double_scale))
-        s = self.bound * (2 * gate - 1)  # bound·tanh(·): sigmoid takes a third of the time of tanh
+        # bound·tanh(·) as bound·(2·gate − 1): sigmoid takes a third of the time of tanh
+        s = torch.rsub(gate, -self.bound, alpha=-2 * self.bound)
         return torch.baddbmm(target * torch.exp(s), latents, weights.shift)
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,10 +84,10 @@ class LowRankCoupling(Coupling):
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         w = self.trajectory_weights().to(q.dtype)
         w1 = w.w1.view(self.head_shapes.n_q, -1, w.w1.shape[-1])
-        u = torch.bmm(w1, heads_first(q).transpose(1, 2)).view(*w.w1.shape[:2], q.shape[0] * q.shape[1])
+        u = project_latents(q, w1).reshape(*w.w1.shape[:2], q.shape[0] * q.shape[1])
         if w.b1 is not None:
             u = u + w.b1
-        velocity = w.step * torch.bmm(w.w1, heads_first(k).transpose(1, 2)) if self._u_moves else None
+        velocity = project_latents(k, w.step * w.w1) if self._u_moves else None
         q = add_drift(q, k, w.drift)
         if w.b2_k is not None:
             q, k = q + self._b2_query(w), k + self.steps * w.b2_k
@@ -179,7 +179,8 @@ class LowRankCoupling(Coupling):
         self, q: Tensor, k: Tensor, beta: Tensor, area: Tensor | None, w: TrajectoryWeights
     ) -> tuple[Tensor, Tensor]:
         if area is not None:
-            area = area.repeat_interleave(self.head_shapes.group_size, dim=0)
+            if self.head_shapes.group_size > 1:
+                area = area.repeat_interleave(self.head_shapes.group_size, dim=0)
             q = add_low_rank(q, area, w.exit_q)
         return q, add_low_rank(k, beta, w.exit_k)
 
@@ -206,6 +207,14 @@ class LowRankCoupling(Coupling):
             b2_u=b2_u,
             activation=force.activation,
         )
+
+
+def project_latents(x: Tensor, w1: Tensor) -> Tensor:
+    """Return W1·x (H, r, N) of x (B, T, H, D) for W1 (H, r, D).
+
+    Tokens come first in the matmul, so that the gradient of x has contiguous rows.
+    """
+    return torch.bmm(heads_first(x), w1.transpose(1, 2)).transpose(1, 2)
 
 
 def add_low_rank(x: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
-from qkflow.attention.couplings.layers import HeadNetworks, StepSize, check_steps, heads_first
-from qkflow.attention.couplings.low_rank import add_low_rank
+from qkflow.attention.couplings.layers import HeadNetworks, StepSize, check_steps
+from qkflow.attention.couplings.low_rank import add_low_rank, project_latents
 from qkflow.attention.projections import HeadShapes
 
 
@@ -74,7 +74,7 @@ def _flow(x: Tensor, network: HeadNetworks, delta: Tensor, steps: int) -> Tensor
     """Apply x ← x + Δ·f(x) n times, in the r dimensions that f reads (as in `low_rank`)."""
     force, dtype = network.as_force(), x.dtype
     rows = force.w2.transpose(1, 2) * delta[:, None, None]  # Δ·W2ᵀ
-    u = torch.bmm(force.w1.to(dtype), heads_first(x).transpose(1, 2))
+    u = project_latents(x, force.w1.to(dtype))
     if force.b1 is not None:
         u = u + force.b1.unsqueeze(-1).to(dtype)
     kicks = F.silu(u)
