@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from input_errors import raises_code
 from parts import scatter
@@ -183,10 +184,41 @@ def test_loading_and_moving_release_the_prepared_projection() -> None:
         assert not (result if isinstance(result, Attention) else layer).is_prepared
 
 
-def test_layers_with_hooks_or_adapters_are_not_prepared() -> None:
+@pytest.mark.parametrize("name", ["qk.q", "qk", "ov.v", "coupling"])
+def test_layers_with_hooks_or_adapters_are_not_prepared(name: str) -> None:
     layer = Attention(16, 2, coupling="drift").eval()
-    layer.qk.q.register_forward_hook(lambda module, args, out: 2 * out)
+    layer.get_submodule(name).register_forward_hook(lambda module, args, out: out)
     assert not layer.prepare_for_inference().is_prepared
+
+
+def test_fixed_step_of_another_dtype_is_not_prepared() -> None:
+    layer = Attention(16, 2, coupling="drift:learn_step=false", dtype=torch.bfloat16).eval()
+    layer.coupling.float()
+    x = torch.randn(1, 3, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        regular = layer(x)
+        assert torch.equal(layer.prepare_for_inference()(x), regular)
+
+
+def test_sharded_or_quantized_weights_are_not_prepared() -> None:
+    class Quantized(torch.Tensor):
+        pass
+
+    layer = Attention(16, 2, coupling="euler").eval()
+    layer.qk.k.weight = nn.Parameter(layer.qk.k.weight.detach().as_subclass(Quantized), requires_grad=False)
+    assert not layer.prepare_for_inference().is_prepared
+
+
+def test_refused_merge_leaves_the_model_unchanged() -> None:
+    options = {"slow": {"ratio": 2, "attention": {"coupling": "euler"}}, "attention": {"coupling": "drift"}}
+    model = Decoder(preset("tiny", vocab_size=20, n_layers=2, dim=16, n_heads=2, **options), seed=0)
+    before = copy.deepcopy(model.state_dict())
+    with raises_code("merge-not-linear"):
+        merge(model)
+    assert model.blocks[0].attention.coupling_spec.name == "drift"  # type: ignore[union-attr]
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_nonlinear_couplings_do_not_merge() -> None:

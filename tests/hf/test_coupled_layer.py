@@ -254,9 +254,19 @@ def lower_coupling_precision(model: Any) -> None:
         layer.coupling.bfloat16()
 
 
-@pytest.mark.parametrize("change", [add_hook, add_lora, lower_coupling_precision])
-def test_layers_with_changed_projections_are_not_prepared(change: Callable[[Any], None]) -> None:
-    model = hf.attach(tiny("llama"), "euler", seed=0)
+def hook_coupling(model: Any) -> None:
+    for _, layer in hf.named_coupled_layers(model):
+        layer.coupling.register_forward_hook(lambda module, args, out: (2 * out[0], out[1]))
+
+
+@pytest.mark.parametrize("coupling", ["euler", "affine", "drift:learn_step=false"])
+@pytest.mark.parametrize("change", [add_hook, add_lora, lower_coupling_precision, hook_coupling])
+def test_layers_with_changed_projections_are_not_prepared(
+    change: Callable[[Any], None], coupling: str
+) -> None:
+    if coupling == "affine" and change is not hook_coupling:
+        pytest.skip("an identity is skipped, whatever its projections")
+    model = hf.attach(tiny("llama"), coupling, seed=0)
     change(model)
     model.eval()
     expected = output(model, token_ids())

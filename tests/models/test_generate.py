@@ -95,6 +95,48 @@ def test_forward_hooks_run_in_long_generation(name: str) -> None:
     assert torch.equal(tokens, generate_without_cache(model, make_prompt(), LONG))
 
 
+def test_coupling_hooks_run_in_batched_generation() -> None:
+    model, calls = small_model(attention={"coupling": "euler"}), []
+    model.blocks[0].attention.coupling.register_forward_hook(lambda *args: calls.append(args))
+    generate(model, make_prompt(2), 4, temperature=0)
+    assert len(calls) == 4
+
+
+class HalfFeedForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("feed_forward", HalfFeedForward()),
+        ("attention_norm", nn.LayerNorm(32, dtype=torch.float64)),
+        ("feed_forward_norm", nn.LayerNorm(32, dtype=torch.float64)),
+    ],
+)
+def test_replaced_modules_run_in_long_generation(name: str, module: nn.Module) -> None:
+    model = small_model()
+    setattr(model.blocks[1], name, module)
+    tokens = generate(model, make_prompt(), LONG, temperature=0)
+    assert torch.equal(tokens, generate_without_cache(model, make_prompt(), LONG))
+
+
+def test_long_generation_under_autocast() -> None:
+    model = small_model(torch.float32, attention={"coupling": "euler"})
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = generate(model, make_prompt(), LONG, temperature=0)
+    assert tokens.shape == (1, 5 + LONG)
+
+
+def test_long_generation_with_coupling_of_another_dtype() -> None:
+    model = small_model(torch.float32, attention={"coupling": "drift"})
+    for block in model.blocks:
+        block.attention.coupling.double()
+    tokens = generate(model, make_prompt(), LONG, temperature=0)
+    assert torch.equal(tokens, generate_without_cache(model, make_prompt(), LONG))
+
+
 def test_tiny_temperature_equals_argmax() -> None:
     model = small_model()
     coldest = generate(model, make_prompt(), 5, temperature=1e-40, seed=0)

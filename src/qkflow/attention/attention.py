@@ -20,8 +20,10 @@ from qkflow.attention.projections import (
     FactorizedQK,
     HeadShapes,
     build_circuits,
+    can_fuse,
     check_not_offloaded,
     circuit_head_shapes,
+    has_no_hooks,
     is_autocast_enabled,
     is_plain_linear,
 )
@@ -211,11 +213,9 @@ class Attention(nn.Module):
         qk, ov = self.qk, self.ov
         if not (isinstance(qk, FactorizedQK) and isinstance(ov, FactorizedOV)):
             return self
-        dtype = qk.q.weight.dtype
-        plain = qk.is_plain and is_plain_linear(ov.v)
-        if not plain or any(
-            p.dtype != dtype or p.is_meta for p in (*self.coupling.parameters(), qk.q.weight)
-        ):
+        weight = qk.q.weight
+        plain = qk.is_plain and has_no_hooks(qk) and is_plain_linear(ov.v)
+        if not plain or weight.is_meta or not can_fuse(self.coupling, weight.dtype):
             return self
         prepared = self.coupling.prepare_for_inference(qk)
         self._prepared = None if prepared is None else prepared.with_values(ov.v)
@@ -306,10 +306,23 @@ class Attention(nn.Module):
 
     def merge(self) -> Self:
         """Fold a linear coupling into the query projection, in place: plain attention with equal outputs."""
-        if self.coupling.is_identity() and self.coupling_spec.name == "none":
+        self.check_mergeable()
+        if self.coupling_spec.name == "none":
             return self
         drift = self.coupling.linear_drift()
-        if drift is None:
+        assert drift is not None
+        assert isinstance(self.qk, FactorizedQK)
+        self.qk.fold_drift(drift)
+        self.coupling_spec = Spec("none")
+        self.coupling = couplings.build(self.coupling_spec, self.head_shapes)
+        self.release_prepared()
+        return self
+
+    def check_mergeable(self) -> None:
+        """Raise if `merge` cannot fold the coupling."""
+        if self.coupling_spec.name == "none":
+            return
+        if self.coupling.linear_drift() is None:
             raise InputError(
                 f"cannot merge: coupling '{self.coupling_spec}' is not linear; only a linear drift folds "
                 "into the query projection",
@@ -325,11 +338,6 @@ class Attention(nn.Module):
                 "first",
                 code="merge-projection-not-plain",
             )
-        self.qk.fold_drift(drift)
-        self.coupling_spec = Spec("none")
-        self.coupling = couplings.build(self.coupling_spec, self.head_shapes)
-        self.release_prepared()
-        return self
 
     def init_parameters(self, sampler: ParamSampler) -> None:
         for norm in (self.q_norm, self.k_norm):
@@ -354,7 +362,10 @@ def merge(model: nn.Module) -> nn.Module:
 
     Layers without a coupling stay as they are. Modules with a config are updated through `sync_config`.
     """
-    for layer in attention_layers(model):
+    layers = attention_layers(model)
+    for layer in layers:  # check all before changing any
+        layer.check_mergeable()
+    for layer in layers:
         layer.merge()
     for module in reversed(list(model.modules())):
         if hasattr(module, "sync_config"):

@@ -48,8 +48,11 @@ class HeadShapes:
 
 
 def is_plain_linear(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether calling this layer is exactly `F.linear` with its weight: no adapter, no hook."""
-    return type(layer) is nn.Linear and has_no_hooks(layer)
+    """Whether calling this layer is exactly `F.linear` with its weight: no adapter, no hook.
+
+    Sharded and quantized weights are tensor subclasses, which cannot be stacked.
+    """
+    return type(layer) is nn.Linear and type(layer.weight) in (nn.Parameter, Tensor) and has_no_hooks(layer)
 
 
 def has_no_hooks(module: nn.Module) -> bool:
@@ -59,6 +62,17 @@ def has_no_hooks(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
+    )
+
+
+def can_fuse(coupling: nn.Module, dtype: torch.dtype | None = None) -> bool:
+    """Whether a coupling may be replaced by a fused form: no hook, no offloaded weight, all of this dtype."""
+    tensors = [*coupling.parameters(), *coupling.buffers()]
+    floats = [x for x in tensors if x.is_floating_point()]
+    return (
+        all(has_no_hooks(module) for module in coupling.modules())
+        and not any(x.is_meta for x in tensors)
+        and (dtype is None or all(x.dtype == dtype for x in floats))
     )
 
 

@@ -26,6 +26,7 @@ from qkflow.attention.couplings.base import Coupling, PreparedQK
 from qkflow.attention.projections import (
     FactorizedQK,
     HeadShapes,
+    can_fuse,
     check_not_offloaded,
     is_autocast_enabled,
     is_plain_linear,
@@ -75,13 +76,13 @@ class CoupledAttention(nn.Module):
         """
         self.release_prepared()
         coupling = self.coupling
-        if not isinstance(coupling, Coupling) or any(p.is_meta for p in coupling.parameters()):
+        if not isinstance(coupling, Coupling) or not can_fuse(coupling):
             return
         if coupling.is_identity():
             self.skips_identity = True
             return
         qk = self._plain_qk()
-        if qk is None or any(p.dtype != qk.q.weight.dtype for p in coupling.parameters()):
+        if qk is None or not can_fuse(coupling, qk.q.weight.dtype):
             return
         prepared = coupling.prepare_for_inference(qk)
         v = self._modules.get(self.coupling_info.v_name or "")
@@ -235,7 +236,7 @@ class SeparateQKVProxy(LayerProxy):
         return q, k
 
     def _run_prepared(self, prepared: PreparedQK, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, values = prepared(x.view(-1, *x.shape[-2:]))
+        q, k, values = prepared(x.reshape(-1, *x.shape[-2:]))
         v_name = self.coupled_layer.coupling_info.v_name
         if prepared.n_value_rows and v_name is not None:
             values = values.view(*x.shape[:-1], -1)

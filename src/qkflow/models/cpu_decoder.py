@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkflow.attention import KVCache
+from qkflow.attention import Attention, KVCache
 from qkflow.attention.couplings import Coupling
 from qkflow.attention.masks import Mask
-from qkflow.attention.projections import FactorizedOV, FactorizedQK, has_no_hooks, is_plain_linear
+from qkflow.attention.projections import FactorizedOV, FactorizedQK, can_fuse, has_no_hooks, is_plain_linear
 from qkflow.attention.rope import Rotation, apply_rope
-from qkflow.models.decoder import Block, Decoder
+from qkflow.models.decoder import Block, Decoder, FeedForward
 from qkflow.models.slow_path.cache import SlowPathCache
 
 
@@ -71,13 +71,17 @@ class CPUDecoder:
 
     @staticmethod
     def supports(model: Decoder) -> bool:
-        """Whether the model is on the CPU and made of our own parts, without adapters or hooks."""
-        weight = model.embedding.weight
+        """Whether the model is on the CPU, in one dtype, of our own parts, without adapters or hooks."""
+        dtype = model.embedding.weight.dtype
         blocks = [*model.blocks, *(model.slow.blocks if model.slow is not None else [])]
         return (
-            weight.device.type == "cpu"
-            and weight.dtype in (torch.float32, torch.float64)
+            dtype in (torch.float32, torch.float64)
+            and all(x.device.type == "cpu" and x.dtype == dtype for x in model.parameters())
+            and not torch.is_autocast_enabled("cpu")
+            and type(model.embedding) is nn.Embedding
+            and type(model.norm) is nn.RMSNorm
             and all(_is_supported_block(block) for block in blocks)
+            and all(can_fuse(block.attention.coupling, dtype) for block in blocks)
             and (model.head is None or is_plain_linear(model.head))
             and all(has_no_hooks(module) for module in model.modules())
         )
@@ -102,10 +106,12 @@ class CPUDecoder:
 
 
 def _is_supported_block(block: nn.Module) -> bool:
-    if type(block) is not Block:
+    if type(block) is not Block or type(block.attention) is not Attention:
         return False
     qk, ov, ff = block.attention.qk, block.attention.ov, block.feed_forward
-    if not (isinstance(qk, FactorizedQK) and isinstance(ov, FactorizedOV)):
+    if not (isinstance(qk, FactorizedQK) and isinstance(ov, FactorizedOV) and type(ff) is FeedForward):
+        return False
+    if not type(block.attention_norm) is type(block.feed_forward_norm) is nn.RMSNorm:
         return False
     linears = [ov.v, ov.o, ff.up, ff.down, *([] if ff.gate is None else [ff.gate])]
     return qk.is_plain and qk.q.bias is None and all(is_plain_linear(layer) for layer in linears)
