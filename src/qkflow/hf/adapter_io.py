@@ -132,7 +132,8 @@ def _parse_config(text: str, folder: Path) -> dict[str, Any]:
         ) from None
     if not known:
         raise InputError(
-            f"the adapter in '{folder}' has a format that this version cannot read: upgrade qkflow",
+            f"the adapter in '{folder}' was saved by another version of qkflow, in a format that this one "
+            "cannot read: use that version, or attach and train it again",
             code="adapter-format",
         )
     if not config["layers"]:

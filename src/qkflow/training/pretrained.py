@@ -130,8 +130,7 @@ def _read_model_config(folder: Path) -> dict[str, Any]:
     stored = _read_json(path)
     if stored.get("format") == OLD_MODEL_FORMAT:
         raise InputError(
-            f"{path} was saved by an older version of qkflow: train the model again, or export it with that "
-            "version and use `qkflow import`",
+            f"{path} was saved by an older version of qkflow: use that version, or train the model again",
             code="model-format",
         )
     if stored.get("format") != MODEL_FORMAT:
