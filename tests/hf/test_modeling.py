@@ -216,6 +216,14 @@ def test_pipeline_and_trainer(tmp_path: Path) -> None:
     assert text.startswith("to be")
 
 
+def test_encoder_is_not_a_causal_language_model() -> None:
+    ids = prompt()
+    hidden = hf.QKFlowModel(config(causal=False)).eval()(ids).last_hidden_state
+    assert hidden.shape == (2, 7, 64)
+    with raises_code("model-not-causal"):
+        causal(causal=False)
+
+
 def test_invalid_inputs_are_refused() -> None:
     model = causal()
     for inputs in ({}, {"input_ids": prompt(), "inputs_embeds": torch.randn(2, 7, 64)}):

@@ -104,6 +104,11 @@ def test_differences_have_key_paths_and_both_values(settings: Settings) -> None:
     assert old.differences(old) == {}
 
 
+def test_next_token_training_needs_a_causal_model(settings: Settings) -> None:
+    with raises_code("model-not-causal"):
+        RunConfig.from_dict(settings(model={"causal": False}))
+
+
 def test_vocab_size_smaller_than_the_tokenizer(settings: Settings) -> None:
     config = RunConfig.from_dict(settings(model={"vocab_size": 100}))
     with raises_code("vocab-too-small") as caught:

@@ -308,6 +308,11 @@ class QKFlowForCausalLM(QKFlowPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: QKFlowConfig) -> None:
         super().__init__(config)
+        if not config.model_config().causal:
+            raise InputError(
+                "a causal language model needs causal=True: use QKFlowModel for an encoder",
+                code="model-not-causal",
+            )
         self.model = QKFlowModel(config)
         self.post_init()
         if self.model.decoder.slow is not None and self.generation_config is not None:

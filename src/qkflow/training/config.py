@@ -182,7 +182,14 @@ class RunConfig:
                 "model.vocab_size out",
                 code="vocab-too-small",
             )
-        return preset(name, **values, vocab_size=vocab_size if configured_size is None else configured_size)
+        model = preset(name, **values, vocab_size=vocab_size if configured_size is None else configured_size)
+        if not model.causal:
+            raise InputError(
+                "model.causal is false, but training predicts the next token, which such a model attends to: "
+                "leave model.causal out",
+                code="model-not-causal",
+            )
+        return model
 
     def fingerprint(self, data_fingerprint: str) -> str:
         """Return a hash of everything that determines the trained weights."""
