@@ -51,7 +51,7 @@ def test_commands_exist_with_their_options(page: Path) -> None:
         assert not {option for option in used if option.removeprefix("no-") not in known}, line
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"bench"}))  # bench: options to describe
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_a_description(name: str) -> None:
     module, function, _ = COMMANDS[name]
     command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)

@@ -19,7 +19,11 @@ from qkflow.errors import InputError, unknown
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("bench", "bench", "time and memory of each coupling and scoring beside standard attention"),
     "train": ("train", "train", "train one model, or resume its training"),
-    "eval": ("evaluate", "evaluate", "perplexity and bits per byte of a model on a corpus"),
+    "eval": (
+        "evaluate",
+        "evaluate",
+        "perplexity and bits per byte of a model, or its scores on tasks",
+    ),
     "generate": ("generate", "generate", "generate text with a trained model"),
     "probe": ("probe", "probe", "measure and draw the attention of a trained model"),
     "data list": ("data", "list_corpora", "list the built-in corpora"),
@@ -31,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "inits": ("registry", "inits", "list the parameter inits"),
     "config": ("registry", "config", "list the keys of a run's config.yaml: type, default, description"),
     "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
-    "report": ("report", "report", "rebuild the report of a comparison from its folder"),
+    "report": ("report", "report", "rebuild the report of a comparison or pace study from its folder"),
     "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
     "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learned φ"),
     "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
@@ -86,8 +90,8 @@ def split_command(argv: Sequence[str]) -> tuple[str, list[str]]:
         name = " ".join(argv[:words])
         if len(argv) >= words and name in COMMANDS:
             return name, list(argv[words:])
-    if family := subcommands(argv[0]):
-        raise unknown("command", " ".join(argv[:2]), family)
+    if group := subcommands(argv[0]):
+        raise unknown("command", " ".join(argv[:2]), group)
     raise unknown("command", argv[0], COMMANDS)
 
 
@@ -122,12 +126,12 @@ def dispatch(argv: Sequence[str]) -> int:
     command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)
     check_renamed_flags(rest, command)
     command = annotate_for_tyro(command)
-    outcome = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
-    return outcome if isinstance(outcome, int) else 0
+    exit_code = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
+    return exit_code if isinstance(exit_code, int) else 0
 
 
 def main() -> None:
-    # Transparent huge pages for large tensors on Linux: decoding reads weights 10% faster
+    # Transparent huge pages for large tensors on Linux: decoding reads weights about 10% faster
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         code = dispatch(sys.argv[1:])

@@ -31,7 +31,7 @@ def options_from(
     """
 
     def decorate(command: Command) -> Command:
-        own = list(inspect.signature(command).parameters.values())[1:]
+        other = list(inspect.signature(command).parameters.values())[1:]
         hints = get_type_hints(command, include_extras=True)
         derived, descriptions = [], []
         for cls in config_types:
@@ -57,7 +57,7 @@ def options_from(
 
         parameters = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-            for parameter in (*derived, *own)
+            for parameter in (*derived, *other)
         ]
         del wrapper.__wrapped__  # it has another signature
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _option_type(hint: Any, default: Any) -> Any:
     """Return the type that tyro parses: text for choices and lists, else the type of the field."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kind = next(one for one in kinds if one is not type(None))
+    kind = next(kind for kind in kinds if kind is not type(None))
     if get_origin(kind) is tuple:
         kind = tuple[str, ...]
     if get_origin(kind) is Literal:

@@ -31,26 +31,26 @@ class ComparisonConfig:
 
     The descriptions are also the help texts of `qkflow compare`.
 
-    data        Corpus: a built-in name, a path, or hf:NAME.
-    variants    Variants to compare, e.g. standard,euler,leapfrog:n=7,affine+differential,euler@fan_in.
-    controls    Variants that could explain a gain by something simpler; `none` for no controls.
-    inits       Initializations that every variant and the standard model are trained from, e.g.
+    data        corpus: a built-in name, a path, or hf:NAME.
+    variants    variants to compare, e.g. standard,euler,leapfrog:n=7,affine+differential,euler@fan_in.
+    controls    variants that could explain a gain by something simpler; `none` for no controls.
+    inits       initializations that every variant and the standard model are trained from, e.g.
                 gpt2,fan_in,mimetic.
-    seeds       Number of paired seeds; a verdict needs at least 3.
-    preset      Model size: tiny, small, 60m, 150m, 350m or 455m.
-    tokens      Training tokens per run, e.g. 200k or 1M.
-    minutes     Approximate duration of the whole comparison, instead of --tokens; costs are measured first.
-    tokenizer   Tokenizer: bytes, bpe:SIZE, a path or hf:NAME.
-    seq_len     Tokens per window.
-    batch_size  Windows per optimizer step.
-    lr          Learning rate.
-    schedule    Learning-rate schedule: cosine, wsd or constant.
-    tune_lr     Search the learning rate of every variant and init on the same small grid.
-    lr_factors  Grid of this search, as factors of --lr.
-    match       Budget that all runs share: tokens, time or flops.
-    verdict     Give verdicts; --no-verdict reports the numbers alone, which allows fewer than 3 seeds.
-    confidence  Level of intervals and verdicts.
-    device      Device: auto, cpu, cuda or mps.
+    seeds       number of paired seeds; a verdict needs at least 3.
+    preset      model size: tiny, small, 60m, 150m, 350m or 455m.
+    tokens      training tokens per run, e.g. 200k or 1M.
+    minutes     approximate duration of the whole comparison, instead of --tokens; costs are measured first.
+    tokenizer   tokenizer: bytes, bpe:SIZE, a path or hf:NAME.
+    seq_len     tokens per window.
+    batch_size  windows per optimizer step.
+    lr          learning rate.
+    schedule    learning-rate schedule: cosine, wsd or constant.
+    tune_lr     search the learning rate of every variant and init on the same small grid.
+    lr_factors  grid of this search, as factors of --lr.
+    match       budget that all runs share: tokens, time or flops.
+    verdict     with verdicts (default), or the numbers alone, which allows fewer than 3 seeds.
+    confidence  level of intervals and verdicts.
+    device      device: auto, cpu, cuda or mps.
     """
 
     data: str = "speeches"
@@ -188,8 +188,8 @@ class ComparisonConfig:
 class ExecutionConfig:
     """How the runs of a study are executed. Does not influence their results.
 
-    engine   Where runs are executed: local processes, or ray for a cluster.
-    jobs     Runs at a time (default: one per CPU core, or per GPU).
+    engine   where runs are executed: local processes, or ray for a cluster.
+    jobs     runs at a time (default: one per CPU core, or per GPU).
     threads  CPU threads per run.
     """
 

@@ -41,39 +41,40 @@ def bench(
 ) -> None:
     """Time every coupling and scoring against standard attention, interleaved in one process.
 
-    Each is checked against its reference first; nothing is timed while one is wrong. A ratio above 1 is
+    Each is checked against its reference first; if one differs, nothing is timed. A ratio above 1 is
     slower than standard; the interval is 95%. `none` is standard attention against itself: the noise level.
 
     With --ablate, every second implementation (custom autograd function, packed weights, cache) is timed
     against the plain one. It is worth keeping if it is 5% faster or halves memory.
 
-    Examples:
+    examples:
       qkflow bench --level block
       qkflow bench --level attention --variants euler,leapfrog --rounds 30
       qkflow bench --level decode --json
       qkflow bench --ablate --threads 1 --clock process
 
     Args:
-        level: What is timed: the attention module, a transformer block, the training step of a model, or
-            decoding with a cache; all four by default.
-        variants: Comma-separated rows, e.g. "euler,leapfrog n=7,differential", or names of ablations; all by
-            default.
-        dim: Size of the residual stream.
-        n_heads: Query heads.
-        n_kv_heads: Key/value heads; as many as query heads by default.
-        seq_len: Tokens per sequence.
-        batch_size: Sequences per step.
-        threads: CPU threads; PyTorch's default if not set.
-        rounds: Paired timings per row (default 15); decoding, whose calls are short, has eight times as many.
+        level: what is timed: the attention module, a transformer block, the training step of a model, or
+            decoding with a cache.
+        variants: comma-separated rows, e.g. "euler,leapfrog n=7,differential", or names of ablations
+            (default: all).
+        dim: size of the residual stream.
+        n_heads: query heads.
+        n_kv_heads: key/value heads (default: as many as query heads).
+        seq_len: tokens per sequence.
+        batch_size: sequences per step.
+        threads: CPU threads (default: all cores).
+        rounds: paired timings per row (default: 15, with --quick 5); decoding has eight times as many,
+            because its calls are short.
         device: auto, cpu, cuda or mps.
         precision: fp32 or bf16; ablations run in fp32.
-        quick: Fewer rounds and a smaller batch, for a first result in under a minute.
-        ablate: Time second implementations against plain ones instead of variants.
-        clock: For ablations: wall-clock time, or CPU time of the process, which other load affects less (use
+        quick: fewer rounds and a smaller batch, for a first result in under a minute.
+        ablate: time second implementations against plain ones instead of variants.
+        clock: for ablations: wall-clock time, or CPU time of the process, which other load affects less (use
             it with --threads 1).
-        save: For ablations: JSON file to update with the results; a page is rendered from it
+        save: for ablations: JSON file to update with the results; a page is rendered from it
             (docs/results/ablation.json gives docs/ablation.md).
-        json: Print one JSON object instead of tables.
+        json: print one JSON object instead of tables.
     """
     if threads is not None:
         if threads < 1:

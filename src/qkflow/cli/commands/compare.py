@@ -22,8 +22,8 @@ def compare(settings: dict[str, Any], out: Path | None = None, json: bool = Fals
 
     Every variant is trained with every init and the same seeds. The verdict is on the paired difference of
     final validation losses, each side at its best init, with an interval. Without --tokens and --minutes, a
-    run trains on 200k tokens.
-    The same command resumes an interrupted comparison; seeds, variants and inits may be added later.
+    run trains on 200k tokens. The same command resumes an interrupted comparison; seeds, variants and inits
+    may be added later.
 
     examples:
       qkflow compare
@@ -32,8 +32,8 @@ def compare(settings: dict[str, Any], out: Path | None = None, json: bool = Fals
       qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
 
     Args:
-        out: Folder of the study (default: runs/DATA-PRESET-BUDGET).
-        json: Print the summary as one JSON object on stdout.
+        out: folder of the study (default: runs/DATA-PRESET-BUDGET).
+        json: print the summary as one JSON object on stdout.
     """
     try:
         comparison = studies.compare(out=out, **settings)

@@ -19,15 +19,15 @@ def export(source: Path, out: Path, /, to: Literal["qkflow", "llama"] = "qkflow"
     `--to qkflow` keeps the architecture; loading it needs `import qkflow.hf`. `--to llama` writes a plain
     Llama: standard attention (a drift is merged into the weights), RoPE, SwiGLU feed-forward.
 
-    For example:
-        qkflow export runs/mine mine-hf
-        qkflow export runs/mine mine-llama --to llama
+    examples:
+      qkflow export runs/mine mine-hf
+      qkflow export runs/mine mine-llama --to llama
 
     Args:
         source: folder of a finished run, or its `model` folder.
         out: folder to write; it must not exist.
-        to: architecture.
-        json: print one JSON object.
+        to: architecture of the folder.
+        json: print one JSON object instead of a line.
     """
     from qkflow import hf
 
@@ -40,14 +40,14 @@ def import_model(source: str, out: Path, /, json: bool = False) -> None:
 
     Supports the qkflow architecture and Llama, with weights in safetensors.
 
-    For example:
-        qkflow import path/to/llama runs/llama
-        qkflow eval runs/llama
+    examples:
+      qkflow import path/to/llama runs/llama
+      qkflow eval runs/llama
 
     Args:
         source: a `transformers` folder or Hub name.
         out: folder to write; it must not exist.
-        json: print one JSON object.
+        json: print one JSON object instead of a line.
     """
     from qkflow import hf
 

@@ -151,16 +151,16 @@ def synthetic(
 
     Args:
         setting: FAFO, FACO, CAFO or CACO.
-        qk_lr: learning rate of the query-key circuit (default .01).
-        ov_lr: learning rate of the output-value circuit (default .01).
-        seq_len: tokens per sequence, including the label (default 64).
-        growth: factor by which the query-key learning rate grows, linearly in steps (default 1).
+        qk_lr: learning rate of the query-key circuit (default: .01).
+        ov_lr: learning rate of the output-value circuit (default: .01).
+        seq_len: tokens per sequence, including the label (default: 64).
+        growth: factor by which the query-key learning rate grows, linearly in steps (default: 1).
         steps: maximum number of steps (default: as published for the setting and sequence length).
         stop_loss: stop after a tenth epoch whose mean loss is at most this (default: as published). An epoch
             is 250 steps.
         qk_init: init of the query-key circuit, identity (1e-6·I) or uniform (±1/√50) (default: as published).
         ov_init: init of the output-value circuit.
-        batch_size: sequences per step (default 32; 128 with --fixed-attention).
+        batch_size: sequences per step (default: 32; 128 with --fixed-attention).
         fixed_attention: train only the output-value circuit, under five fixed attention shares α.
         seeds: number of seeds.
         first_seed: first seed; the others follow.

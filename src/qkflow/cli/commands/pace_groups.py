@@ -34,10 +34,10 @@ def groups(
     Only the config is loaded, no weights. Fused query-key-value weights (GPT-2's c_attn) are listed as
     `fused`; `hf.param_groups` splits them.
 
-    For example:
-        qkflow pace groups tiny
-        qkflow pace groups path/to/llama --ratio 30 --all
-        qkflow pace groups path/to/qwen3 --qk q,k,qk_norm --json
+    examples:
+      qkflow pace groups tiny
+      qkflow pace groups path/to/llama --ratio 30 --all
+      qkflow pace groups path/to/qwen3 --qk q,k,qk_norm --json
 
     Args:
         model: a preset, the folder of a run, or a `transformers` folder or Hub name.
@@ -48,7 +48,7 @@ def groups(
         weight_decay: weight decay of the parameters that decay.
         decay: which parameters decay: matrices or all.
         all: list every parameter instead of one row per role.
-        json: print one JSON object.
+        json: print one JSON object instead of a table.
     """
     rows = describe_param_groups(
         load_meta_model(model),

@@ -33,9 +33,9 @@ def study(
       qkflow pace study sst-2 --data hf --ratios 1,10
 
     Args:
-        out: Folder of the study (default: runs/pace-TASK…).
-        jobs: Parallel runs, one thread each (default: one per CPU core).
-        json: Print the summary as one JSON object on stdout.
+        out: folder of the study (default: runs/pace-TASK…).
+        jobs: parallel runs, one thread each (default: one per CPU core).
+        json: print the summary as one JSON object on stdout.
     """
     ratios = settings.pop("ratios")
     config = PaceStudyConfig(**settings, ratios=None if ratios is None else split_list(ratios))

@@ -17,8 +17,8 @@ def report(folder: tyro.conf.Positional[Path], json: bool = False) -> int:
       qkflow report study --json
 
     Args:
-        folder: Folder that `qkflow compare` or `qkflow pace study` wrote.
-        json: Print the summary as one JSON object on stdout.
+        folder: folder that `qkflow compare` or `qkflow pace study` wrote.
+        json: print the summary as one JSON object on stdout.
     """
     from qkflow.studies.pace.config import is_pace_study
     from qkflow.studies.runner.study_dir import StudyDir

@@ -36,11 +36,13 @@ def reproduce(
 ) -> int:
     """Run the comparisons of a paper, one after the other.
 
-    fast-slow: does the gate of the slow path open, what does that gain, and is it the gate init of zero that
-    keeps it closed? 500k tokens, 5 seeds, all ablations (stage `short`); ten times the tokens, gates closed
-    and open at init (stage `long`). coupling: does a coupling gain more than a free init? 1M tokens, 3 seeds,
-    both inits. --tokens (of the first stage) and --seeds default to these.
-    The same command resumes an interrupted study.
+    `fast-slow`: does the gate of the slow path open, what does that gain, and is it the gate init of zero
+    that keeps it closed? Stage `short`: 500k tokens, 5 seeds, all ablations. Stage `long`: ten times the
+    tokens, with the gate closed and open at init.
+
+    `coupling`: does a coupling gain more than a free init? 1M tokens, 3 seeds, both inits.
+
+    --tokens (of the first stage) and --seeds default to these. The same command resumes an interrupted study.
 
     examples:
       qkflow reproduce fast-slow
@@ -49,9 +51,9 @@ def reproduce(
 
     Args:
         study: fast-slow or coupling.
-        stages: Only these stages of the study, e.g. short (default: all).
-        out: Folder of the study (default: runs/STUDY).
-        json: Print all findings as one JSON object on stdout.
+        stages: stages to run of the study, e.g. short (default: all).
+        out: folder of the study (default: runs/STUDY).
+        json: print all findings as one JSON object on stdout.
     """
     exit_codes = [0]
 

@@ -40,17 +40,17 @@ def theory(
     softmax network φ_θ(y) is trained on E‖W(y)φ_θ(y)‖² only and compared with the exact p_st(y).
 
     examples:
-        qkflow timescale theory
-        qkflow timescale theory --states 12 --seed 3 --out theory.html
-        qkflow timescale theory --generator rates.csv --json
+      qkflow timescale theory
+      qkflow timescale theory --states 12 --seed 3 --out theory.html
+      qkflow timescale theory --generator rates.csv --json
 
     Args:
         generator: file with the matrix W (.csv, .json or .npy): entry i,j is the rate from state j to i, and
             columns sum to zero. Of a batch, the solvers use all matrices, the other checks the first.
-        states: number of states of a random generator (default 6).
+        states: number of states of a random generator (default: 6).
         seed: seed of the random generator, of its dependence on y, and of the init of φ.
         drift: speed ω of the slow variable, in units of the slowest relaxation rate; order 1 needs ω ≪ 1.
-        steps: training steps of φ (default 2000, with --quick 300).
+        steps: training steps of φ (default: 2000, with --quick 300).
         hidden_dim: size of the two hidden layers of φ.
         out: write an HTML page with a figure of each result.
         quick: coarser integration, fewer generators and training steps.

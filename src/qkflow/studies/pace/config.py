@@ -24,24 +24,24 @@ GENERATED_SOURCE = "generate"  # sentences made by the grammar of the agreement 
 class PaceStudyConfig:
     """Task, data, model and training. None is the value of the recipe of the task."""
 
-    task: Task  # Labelled task: agreement, hatexplain, squad, sst-2, cola, mrpc or rte.
-    data: str | None = None  # File, folder or hf; agreement generates its own sentences by default.
-    as_published: bool = False  # The authors' optimizer, learning rates, confounds and measures.
-    seeds: int = 3  # Number of paired seeds; a verdict needs at least 3.
-    ratios: tuple[str, ...] | None = None  # Query-key over other learning rates, e.g. 1,3,increasing:40.
-    lr: float | None = None  # Learning rate of all other parameters.
-    optimizer: OptimizerName | None = None  # Optimizer: adamw, or sgd with momentum 0.99.
-    steps: int | None = None  # Training steps (default: from --epochs).
-    epochs: float | None = None  # Passes over the training examples.
-    batch_size: int | None = None  # Examples per step.
-    n_layers: int | None = None  # Number of layers.
-    dim: int | None = None  # Model dimension; the feed-forward dimension is four times as large.
-    n_heads: int | None = None  # Number of attention heads.
-    examples: int | None = None  # Maximum number of training examples.
+    task: Task  # labelled task: agreement, hatexplain, squad, sst-2, cola, mrpc or rte.
+    data: str | None = None  # file, folder or hf; agreement generates its own sentences by default.
+    as_published: bool = False  # the authors' optimizer, learning rates, confounds and measures.
+    seeds: int = 3  # number of paired seeds; a verdict needs at least 3.
+    ratios: tuple[str, ...] | None = None  # query-key over other learning rates, e.g. 1,3,increasing:40.
+    lr: float | None = None  # learning rate of all other parameters.
+    optimizer: OptimizerName | None = None  # optimizer: adamw, or sgd with momentum 0.99.
+    steps: int | None = None  # training steps (default: from --epochs).
+    epochs: float | None = None  # passes over the training examples.
+    batch_size: int | None = None  # examples per step.
+    n_layers: int | None = None  # number of layers.
+    dim: int | None = None  # model dimension; the feed-forward dimension is four times as large.
+    n_heads: int | None = None  # number of attention heads.
+    examples: int | None = None  # maximum number of training examples.
     window: int = 200  # SQuAD only: characters of context on either side of an answer.
-    test: int = 1000  # Maximum number of test examples.
-    measured: int | None = None  # Maximum number of test examples whose attention is measured.
-    confidence: float = 0.95  # Confidence level of intervals and verdicts.
+    test: int = 1000  # maximum number of test examples.
+    measured: int | None = None  # maximum number of test examples whose attention is measured.
+    confidence: float = 0.95  # confidence level of intervals and verdicts.
 
     @property
     def source(self) -> str:
