@@ -1,4 +1,4 @@
-"""Leapfrog (kick-drift-kick) steps of the coupled dynamics; with `conservative`, a true symplectic map."""
+"""Leapfrog (kick-drift-kick) steps of the coupled dynamics; with `conservative`, a symplectic map."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class Leapfrog(LowRankCoupling):
     name = "leapfrog"
     equation = "k½ = k + (Δ/2)·f(q) ; q ← q + Δ·k½ ; k ← k½ + (Δ/2)·f(q)"
     citation = "Gahtan & Bronstein 2026, arXiv 2604.01683; conservative form: qkflow"
-    good_for = (
-        "an invertible, volume-preserving coupling; conservative=true when energy should mean something"
-    )
+    good_for = "an invertible, volume-preserving coupling; conservative=true: symplectic, with an energy"
     scheme = "leapfrog"
 
     def __init__(
@@ -65,7 +63,7 @@ class Leapfrog(LowRankCoupling):
 
     @property
     def symplectic(self) -> bool:
-        # grouped queries share one key, so they are not pairs of a phase space
+        # grouped queries share one key: (q, k) are not conjugate pairs
         return self.conservative and self.head_shapes.group_size == 1
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
