@@ -1,7 +1,7 @@
 """qkflow: the dynamics of attention.
 
 from qkflow import Attention
-y = Attention(512, heads=8, coupling="leapfrog:n=7")(x)
+y = Attention(512, n_heads=8, coupling="leapfrog:n=7")(x)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Attention", "InputError", "KVCache", "__version__", "merge"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load parts when they are first asked for, so that `qkflow --help` does not wait for torch."""
+    """Import the public classes on first access, so that `qkflow --help` does not import torch."""
     if name == "InputError":
         from qkflow.errors import InputError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class InputError(ValueError):
-    """Bad user input. The message says what is wrong, where, and what to do.
+    """Bad user input. The message names what is wrong, the value, and what to do.
 
     `code` is a short stable identifier (kebab-case, e.g. `unknown-coupling`) that tests and programs match
     on; the message may be reworded at any time. The command line prints `qkflow: MESSAGE [CODE]` and exits
@@ -47,5 +47,5 @@ def unknown(kind: str, name: str, known: Iterable[str], *, code: str | None = No
 
 def join_limited(names: Sequence[str], limit: int = 3) -> str:
     """Join names for a message: "a, b, c and 4 more"."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    text = ", ".join(names[:limit])
+    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"

@@ -206,8 +206,8 @@ class Attention(nn.Module):
         """Fuse the projections and the coupling's linear parts into one matmul, from the current weights.
 
         Undone by `.train()`, by loading weights and by moving the module. Weights that are changed in any
-        other way afterwards are not noticed: call this again. Layers with collapsed circuits, adapters, hooks
-        or a coupling in another dtype keep the regular forward.
+        other way afterwards are not detected: call this again. Layers with collapsed circuits, adapters,
+        hooks or a coupling in another dtype keep the regular forward.
         """
         self.release_prepared()
         qk, ov = self.qk, self.ov
@@ -243,7 +243,7 @@ class Attention(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": None}  # built from these very parameters: copies go without
+        return {**self.__dict__, "_prepared": None}  # a copy has its own parameters: prepare it again
 
     def make_rotation(
         self,

@@ -20,7 +20,7 @@ def check_attention_shape(
         raise InputError(f"head_dim must be at least 1, not {head_dim}", code="bad-head-dim")
     if head_dim is None and dim % n_heads:
         raise InputError(
-            f"dim {dim} is not divisible by n_heads {n_heads}: change one of them, or give head_dim",
+            f"dim {dim} is not divisible by n_heads {n_heads}: change one of them, or set head_dim",
             code="dim-not-divisible",
         )
     if n_heads % n_kv_heads:
@@ -56,10 +56,10 @@ def check_attention_input(
     x: Tensor, context: Tensor | None, *, dim: int, coupling: str, causal: bool, rope: bool
 ) -> None:
     """Raise unless x and context (B, T, dim) suit the layer."""
-    for name, given in (("x", x), ("context", context)):
-        if given is not None and (given.dim() != 3 or given.shape[-1] != dim):
+    for name, tensor in (("x", x), ("context", context)):
+        if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != dim):
             raise InputError(
-                f"{name} must have the shape (batch, tokens, {dim}), not {tuple(given.shape)}",
+                f"{name} must have the shape (batch, tokens, {dim}), not {tuple(tensor.shape)}",
                 code="attention-input-shape",
             )
     if context is None:

@@ -40,6 +40,8 @@ DEFAULT_BASE = {"symmetric": "fan_in", "mimetic": "gpt2", "scaled_identity": "gp
 
 @dataclass(frozen=True)
 class InitScheme:
+    """A base init and an optional modifier of the attention matrices with its strength."""
+
     base: str = "gpt2"
     modifier: str | None = None
     strength: float = 0.0
@@ -52,9 +54,9 @@ class InitScheme:
         base = parts.pop(0) if parts[0] in BASE_INITS else None
         if base and not parts:
             return cls(base)
-        written = parts.pop(0)
-        match = re.fullmatch(r"(\w+?)(?:=([^()]+)|\((?:c=)?([^()]+)\))?", written)
-        name = match[1] if match else written
+        modifier = parts.pop(0)
+        match = re.fullmatch(r"(\w+?)(?:=([^()]+)|\((?:c=)?([^()]+)\))?", modifier)
+        name = match[1] if match else modifier
         if match is None or parts or name not in INIT_MODIFIERS:
             raise unknown(
                 "init",
@@ -73,8 +75,8 @@ class InitScheme:
     def __str__(self) -> str:
         if self.modifier is None:
             return self.base
-        shown = "" if self.modifier == "mimetic" else f"={self.strength:g}"
-        return f"{self.base}+{self.modifier}{shown}"
+        strength = "" if self.modifier == "mimetic" else f"={self.strength:g}"
+        return f"{self.base}+{self.modifier}{strength}"
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from qkflow.errors import InputError
 
 @dataclass(frozen=True)
 class Mask:
-    """`causal` alone lets the fused kernel skip future keys; `allowed` (…, T, S) is an explicit mask."""
+    """Causal or explicit attention mask. With `causal` alone the fused kernel skips future keys."""
 
     causal: bool = False
-    allowed: Tensor | None = None  # True = may attend; broadcasts to (B, 1, T, S)
+    allowed: Tensor | None = None  # (…, T, S), True: may attend; broadcasts to (B, 1, T, S)
 
     def to_bool(self, n_queries: int, n_keys: int, device: torch.device) -> Tensor:
         """Return the mask as one boolean matrix, for reference implementations."""
         if self.allowed is not None:
             return self.allowed
-        everything = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
-        return everything.tril(n_keys - n_queries) if self.causal else everything
+        allowed = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
+        return allowed.tril(n_keys - n_queries) if self.causal else allowed
 
 
 def build_mask(
@@ -41,15 +41,15 @@ def build_mask(
     The queries are the last `n_queries` of the `n_keys` tokens. `attention_mask` (B, S) is True at real
     tokens, `document_ids` (B, S) is the document of each token; both cover all keys.
     """
-    for name, given in (("attention_mask", attention_mask), ("document_ids", document_ids)):
-        if given is None:
+    for name, tensor in (("attention_mask", attention_mask), ("document_ids", document_ids)):
+        if tensor is None:
             continue
-        _check_2d(name, given)
-        if given.shape[1] != n_keys:
-            raise InputError(f"{name} has {given.shape[1]} tokens, expected {n_keys}", code="mask-length")
-        if batch_size is not None and given.shape[0] not in (1, batch_size):
+        _check_2d(name, tensor)
+        if tensor.shape[1] != n_keys:
+            raise InputError(f"{name} has {tensor.shape[1]} tokens, expected {n_keys}", code="mask-length")
+        if batch_size is not None and tensor.shape[0] not in (1, batch_size):
             raise InputError(
-                f"{name} has batch size {given.shape[0]}, expected {batch_size}", code="mask-batch-size"
+                f"{name} has batch size {tensor.shape[0]}, expected {batch_size}", code="mask-batch-size"
             )
     plain = attention_mask is None and document_ids is None
     if plain and window is None and (not causal or n_queries == n_keys):
@@ -85,13 +85,13 @@ def document_positions(document_ids: Tensor) -> Tensor:
     """Return positions (B, T) that restart at 0 with each document."""
     _check_2d("document_ids", document_ids)
     index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
+    is_first = torch.ones_like(document_ids, dtype=torch.bool)
+    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return index - torch.where(is_first, index, 0).cummax(dim=1).values
 
 
-def _check_2d(name: str, given: Tensor) -> None:
-    if given.dim() != 2:
+def _check_2d(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 2:
         raise InputError(
-            f"{name} must have the shape (batch, tokens), not {tuple(given.shape)}", code="mask-shape"
+            f"{name} must have the shape (batch, tokens), not {tuple(tensor.shape)}", code="mask-shape"
         )

@@ -1,4 +1,4 @@
-"""Registries of couplings and scorings: our own by file, third-party ones by entry point.
+"""Registries of couplings and scorings: built-in ones by file, third-party ones by entry point.
 
 A part is written `name` or `name:option=value:option=value`, e.g. `leapfrog:n=7:conservative=true`.
 """
@@ -65,11 +65,11 @@ def _format_value(value: Any) -> str:
 
 def _check_type(what: str, value: Any, default: Any) -> None:
     """Raise unless the value has the type of the default."""
-    kinds = {"true or false": (bool,), "a whole number": (int,), "a number": (int, float), "text": (str,)}
-    for word, kind in kinds.items():
+    kinds = {"true or false": (bool,), "an integer": (int,), "a number": (int, float), "text": (str,)}
+    for type_name, kind in kinds.items():
         if isinstance(default, kind):  # bool is a subclass of int, so it comes first
             if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
-                raise InputError(f"{what} must be {word}, not '{value}'", code="bad-option-value")
+                raise InputError(f"{what} must be {type_name}, not '{value}'", code="bad-option-value")
             return
 
 

@@ -58,7 +58,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Ablation:
-    """A second implementation and a case that it should improve; `build` returns (ours, plain)."""
+    """A second implementation and a case that it should speed up; `build` returns (ours, plain)."""
 
     name: str
     case: str
@@ -174,7 +174,7 @@ def _packed_decoding(coupling: str, setup: Setup) -> tuple[TimedFn, TimedFn]:
 
 
 def _coupling_preparation(coupling: str, setup: Setup) -> tuple[TimedFn, TimedFn]:
-    """The preparation of this coupling against the default of `Coupling`, both in packed decoding."""
+    """Build packed decoding with the preparation of this coupling, and with the default of `Coupling`."""
     model, packed_weights = _build_decoder(setup, coupling), PackedWeights()
     ours = _decode_packed(model, setup, packed_weights)
     for layer in attention_layers(model):
@@ -184,7 +184,7 @@ def _coupling_preparation(coupling: str, setup: Setup) -> tuple[TimedFn, TimedFn
 
 
 def _preparation(coupling: str, setup: Setup) -> tuple[TimedFn, TimedFn]:
-    """Prepared against regular attention layers, in decoding without packed weights."""
+    """Build decoding without packed weights, with prepared and with regular attention layers."""
     model, other = _build_decoder(setup, coupling), _build_decoder(setup, coupling)
     share_equal_weights(other, model)
     return _decode_regular(model.prepare_for_inference(), setup), _decode_regular(other, setup)
@@ -256,7 +256,7 @@ optimizer.step()
 
 
 def _optimizer_start(setup: Setup) -> tuple[TimedFn, TimedFn]:
-    """A new process up to its first optimizer step; `torch.optim.AdamW` imports the compiler."""
+    """Run a new process up to its first optimizer step; `torch.optim.AdamW` imports the compiler."""
 
     def run(optimizer: str) -> None:
         code = _FIRST_STEP.format(optimizer=optimizer)

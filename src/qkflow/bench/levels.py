@@ -65,8 +65,10 @@ def measure_level(
     standard_module = build_module(STANDARD, level, shape, device, dtype)
     packed_weights = PackedWeights()
 
-    def make_step(row: BenchVariant) -> TimedFn:
-        module = standard_module if row is STANDARD else build_module(row, level, shape, device, dtype)
+    def make_step(variant: BenchVariant) -> TimedFn:
+        module = standard_module
+        if variant is not STANDARD:
+            module = build_module(variant, level, shape, device, dtype)
         if level == "decode":
             assert isinstance(module, Decoder)
             share_equal_weights(module, standard_module)
@@ -74,19 +76,19 @@ def measure_level(
         return synchronized(make_training_step(module, level, shape, device, dtype), device)
 
     standard = make_step(STANDARD)
-    steps = {row.label: make_step(row) for row in variants}
+    steps = {variant.label: make_step(variant) for variant in variants}
     times = time_interleaved(standard, steps, rounds=rounds_at(level, rounds), on_round=on_round)
     flops, memory = count_flops(standard), peak_memory_bytes(standard, device)
     return [
         BenchRow(
-            variant=row.name,
-            steps=row.steps,
+            variant=variant.name,
+            steps=variant.steps,
             level=level,
-            time=times[row.label],
-            flop_ratio=count_flops(steps[row.label]) / flops,
-            memory_ratio=peak_memory_bytes(steps[row.label], device) / memory,
+            time=times[variant.label],
+            flop_ratio=count_flops(steps[variant.label]) / flops,
+            memory_ratio=peak_memory_bytes(steps[variant.label], device) / memory,
         )
-        for row in variants
+        for variant in variants
     ]
 
 

@@ -35,8 +35,8 @@ def _peak_memory_bytes_cpu(fn: Callable[[], object]) -> int:
         events.extend(event.children)
         if event.tag == _EventType.Allocation:
             changes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    held = peak = 0
+    allocated = peak = 0
     for _, change in sorted(changes):
-        held += change
-        peak = max(peak, held)
+        allocated += change
+        peak = max(peak, allocated)
     return peak

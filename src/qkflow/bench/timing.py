@@ -68,11 +68,11 @@ def time_interleaved(
             for name in rng.sample(list(variants), len(variants)):
                 if rng.random() < 0.5:
                     base = time_call(reference, clock)
-                    own = time_call(variants[name], clock)
+                    variant = time_call(variants[name], clock)
                 else:
-                    own = time_call(variants[name], clock)
+                    variant = time_call(variants[name], clock)
                     base = time_call(reference, clock)
-                pairs[name].append((own, base))
+                pairs[name].append((variant, base))
             gc.collect()
             if on_round is not None:
                 on_round()
@@ -111,13 +111,13 @@ def time_call(fn: TimedFn, clock: Clock = time.perf_counter) -> float:
 
 def summarize_ratios(times: list[tuple[float, float]], seed: int = 0) -> TimeRatio:
     """Return the median ratio of (variant, reference) times with a bootstrap interval."""
-    ratios = [own / base for own, base in times]
+    ratios = [variant / base for variant, base in times]
     rng = random.Random(seed)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
     return TimeRatio(
         ratio=statistics.median(ratios),
         low=medians[50],
         high=medians[1949],
-        seconds=statistics.median(own for own, _ in times),
+        seconds=statistics.median(variant for variant, _ in times),
         rounds=len(ratios),
     )

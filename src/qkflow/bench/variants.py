@@ -1,4 +1,4 @@
-"""What is timed against standard attention, at which level, after a check against the reference."""
+"""Variants and levels of `qkflow bench`, their timed functions, and the check against the reference."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BenchShape:
 
 @dataclass(frozen=True)
 class BenchVariant:
-    """One row of the table."""
+    """A coupling and scoring to time: one row of the table."""
 
     name: str
     coupling: str = "none"
@@ -79,21 +79,21 @@ def all_variants() -> list[BenchVariant]:
     A coupling with a `steps` option has a row per step count. A linear one has one row, because n steps are
     one larger step, and a row for the merged layer.
     """
-    rows = [BenchVariant("none")]
+    variants = [BenchVariant("none")]
     for name in couplings.names():
         if name == STANDARD.coupling:
             continue
         if is_mergeable(name):
-            rows.append(BenchVariant(name, name))
-            rows.append(BenchVariant(f"{name} merged", name, merged=True))
+            variants.append(BenchVariant(name, name))
+            variants.append(BenchVariant(f"{name} merged", name, merged=True))
         elif "steps" in couplings.options(name):
-            rows += [BenchVariant(name, f"{name}:n={n}", steps=n) for n in STEP_COUNTS]
+            variants += [BenchVariant(name, f"{name}:n={n}", steps=n) for n in STEP_COUNTS]
         else:
-            rows.append(BenchVariant(name, name))
-    rows.append(BenchVariant("textbook leapfrog", "leapfrog:n=7", steps=7, use_reference=True))
-    rows += [BenchVariant(name, scoring=name) for name in scorings.names() if name != "softmax"]
-    rows.append(BenchVariant("affine+differential", "affine", "differential"))
-    return rows
+            variants.append(BenchVariant(name, name))
+    variants.append(BenchVariant("textbook leapfrog", "leapfrog:n=7", steps=7, use_reference=True))
+    variants += [BenchVariant(name, scoring=name) for name in scorings.names() if name != "softmax"]
+    variants.append(BenchVariant("affine+differential", "affine", "differential"))
+    return variants
 
 
 def is_mergeable(coupling: str) -> bool:
@@ -108,9 +108,9 @@ def select_variants(names: str | None) -> list[BenchVariant]:
         return variants
     selected = []
     for name in (part.strip() for part in names.split(",")):
-        matching = [row for row in variants if name in (row.name, row.label)]
+        matching = [variant for variant in variants if name in (variant.name, variant.label)]
         if not matching:
-            raise unknown("variant", name, {row.label for row in variants})
+            raise unknown("variant", name, {variant.label for variant in variants})
         selected += matching
     return selected
 
@@ -276,12 +276,12 @@ def max_reference_error(variant: BenchVariant, shape: BenchShape) -> float:
 def verify_all(variants: list[BenchVariant], shape: BenchShape, tolerance: float = 1e-10) -> dict[str, float]:
     """Return the error of every variant; raise before anything is timed if one exceeds the tolerance."""
     errors = {}
-    for row in variants:
-        errors[row.label] = max_reference_error(row, shape)
-        if not errors[row.label] <= tolerance:
+    for variant in variants:
+        error = errors[variant.label] = max_reference_error(variant, shape)
+        if not error <= tolerance:
             raise InputError(
-                f"variant '{row.label}' differs from its reference by {errors[row.label]:.1e}, more than "
-                f"{tolerance:.0e}: nothing is timed until it is correct",
+                f"variant '{variant.label}' differs from its reference by {error:.1e}, more than "
+                f"{tolerance:.0e}: fix it before timing",
                 code="reference-mismatch",
             )
     return errors

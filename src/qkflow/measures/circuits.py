@@ -58,12 +58,12 @@ def circuit_metrics(model: nn.Module) -> dict[str, list[float]]:
     rows: dict[str, list[float]] = {}
     for name in ("qk", "ov"):
         values = [getattr(layer, name).float() for layer in circuits]
-        rows[f"{name}_scale"] = [float(each.norm(dim=-1).mean()) for each in values]
-        rows[f"{name}_largest"] = [float(each[:, 0].mean()) for each in values]
-        rows[f"{name}_rank"] = [float(_stable_rank(each).mean()) for each in values]
+        rows[f"{name}_scale"] = [float(sigma.norm(dim=-1).mean()) for sigma in values]
+        rows[f"{name}_largest"] = [float(sigma[:, 0].mean()) for sigma in values]
+        rows[f"{name}_rank"] = [float(_stable_rank(sigma).mean()) for sigma in values]
     balances = [layer.balance for layer in circuits if layer.balance is not None]
     if balances and len(balances) == len(circuits):
-        rows["ov_balance"] = [float(each.float().flatten(1).norm(dim=-1).mean()) for each in balances]
+        rows["ov_balance"] = [float(matrix.float().flatten(1).norm(dim=-1).mean()) for matrix in balances]
     return rows
 
 

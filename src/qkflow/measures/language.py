@@ -25,8 +25,8 @@ def perplexity(loss: float) -> float | None:
 
 def format_eval_result(result: Mapping[str, Any]) -> str:
     """Format the values of `EvalResult.to_dict`: `loss 3.2100, perplexity 24.78, 1.8102 bits per byte`."""
-    size = math.inf if result["perplexity"] is None else result["perplexity"]
-    text = f"loss {result['loss']:.4f}, perplexity {size:{'.2f' if size < 1e9 else '.3g'}}"
+    value = math.inf if result["perplexity"] is None else result["perplexity"]
+    text = f"loss {result['loss']:.4f}, perplexity {value:{'.2f' if value < 1e9 else '.3g'}}"
     return text + (f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else "")
 
 

@@ -29,6 +29,8 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """Shape and options of a decoder or encoder."""
+
     vocab_size: int  # default: of the tokenizer
     n_layers: int  # transformer blocks
     dim: int  # of the residual stream
@@ -58,7 +60,7 @@ class ModelConfig:
                 raise InputError(
                     "a slow path needs a causal model: use causal: true", code="slow-path-not-causal"
                 )
-            self.slow.injection_layers(self.n_layers)  # raises for gates without a layer
+            self.slow.injection_layers(self.n_layers)  # raises for an index that is not a layer
 
     @property
     def resolved_hidden_dim(self) -> int:

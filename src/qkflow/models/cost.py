@@ -1,7 +1,7 @@
 """The cost of a model before anything is allocated: parameters, FLOPs, memory.
 
 A model on the meta device runs a real training step; every matmul and every tensor saved for the backward
-pass is counted. So any coupling and any scoring, including third-party ones, is counted as it is.
+pass is counted, so third-party couplings and scorings are counted too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_meta_decoder(config: ModelConfig) -> Decoder:
 def flops_per_token(model: ModelConfig | Decoder, seq_len: int, *, training: bool = True) -> float:
     """Return the matmul FLOPs for one token of a window of `seq_len`; training adds the backward pass.
 
-    For a config nothing is allocated; a model runs a forward pass of its own, which is faster.
+    A config is counted on the meta device, without allocation. A model is run as it is, which is faster.
     """
     decoder = build_meta_decoder(model) if isinstance(model, ModelConfig) else model
     ids = torch.zeros(1, seq_len, dtype=torch.long, device=decoder.embedding.weight.device)
@@ -89,8 +89,8 @@ class _MatmulFlopCounter(TorchDispatchMode):
             self.flops += 2 * args[-2 if name == "mv" else 1].numel()
         # `addmm_`, in place, costs as much as `addmm`
         elif formula := flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None)):
-            plain = {key: value for key, value in kwargs.items() if key != "out"}
-            self.flops += formula(*args, **plain, out_val=out)
+            options = {key: value for key, value in kwargs.items() if key != "out"}
+            self.flops += formula(*args, **options, out_val=out)
         return out
 
 
@@ -98,8 +98,8 @@ def _attention_flops(name: str, *args: Any) -> int:
     """Return the FLOPs of a fused attention kernel; its backward pass counts twice, without recomputation."""
     backward = name.removesuffix("_for_cpu").endswith("backward")
     q, k, v = args[1:4] if backward else args[:3]
-    batch, heads, length, size = q.shape
-    return 2 * batch * heads * length * k.shape[2] * (size + v.shape[3]) * (2 if backward else 1)
+    batch, heads, length, head_dim = q.shape
+    return 2 * batch * heads * length * k.shape[2] * (head_dim + v.shape[3]) * (2 if backward else 1)
 
 
 @dataclass(frozen=True)
@@ -147,23 +147,25 @@ def estimate_training_memory(
 
 def saved_activation_bytes(model: Decoder, batch_size: int, seq_len: int, precision: str = "fp32") -> int:
     """Return the bytes that a forward pass and its loss save for the backward pass, without weights."""
-    own = {_storage_id(p) for p in model.parameters()}
-    kept: dict[int, Tensor] = {}  # the tensors stay alive, so that no two storages have one address
+    weights = {_storage_id(p) for p in model.parameters()}
+    saved: dict[int, Tensor] = {}  # holds the tensors, so that no storage address is reused
 
-    def keep(tensor: Tensor) -> Tensor:
-        if _storage_id(tensor) not in own:
-            kept[_storage_id(tensor)] = tensor
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage_id(tensor) not in weights:
+            saved[_storage_id(tensor)] = tensor
         return tensor
 
-    same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
     device = next(model.parameters()).device
     ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
     with (
-        torch.autograd.graph.saved_tensors_hooks(keep, same),
+        torch.autograd.graph.saved_tensors_hooks(pack, unpack),
         torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
     ):
         linear_cross_entropy(model(ids), model.output_weight, ids)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def _storage_id(tensor: Tensor) -> int:

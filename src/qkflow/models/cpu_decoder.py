@@ -1,8 +1,8 @@
 """CPU decoder for batch size 1. Decoding is memory-bound: every weight is read once per token.
 
 The regular forward is written for many tokens. Here every matmul is a matrix-vector product with a weight in
-its fastest layout. Queries, keys and values come from one weight, gate and up from another. The scale of a
-norm is one number that multiplies the product after it. Coupling, scoring and caches are the model's own.
+its fastest layout. Queries, keys and values are one product, gate and up another. The 1/RMS of a norm is a
+scalar, applied after the product. Coupling, scoring and caches are those of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qkflow.models.slow_path.cache import SlowPathCache
 
 
 class PackedWeights:
-    """Weights laid out for matrix-vector products, each once: decoders given the same object share memory."""
+    """Cache of weights laid out for matrix-vector products. Decoders with the same object share memory."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[int, ...], tuple[tuple[Tensor, ...], Tensor]] = {}
@@ -32,7 +32,7 @@ class PackedWeights:
     def __call__(self, *weights: Tensor) -> Tensor:
         """Return these weights, stacked and laid out."""
         addresses = tuple(weight.data_ptr() for weight in weights)
-        if addresses not in self._packed:  # the weights are kept, so that no other is ever at their address
+        if addresses not in self._packed:  # holds the weights, so that no address is reused
             stacked = torch.cat(weights) if weights[1:] else weights[0]
             self._packed[addresses] = weights, matvec_layout(stacked)
         return self._packed[addresses][1]
@@ -71,7 +71,7 @@ class CPUDecoder:
 
     @staticmethod
     def supports(model: Decoder) -> bool:
-        """Whether the model is on the CPU, in one dtype, of our own parts, without adapters or hooks."""
+        """Whether the model is on the CPU, in one dtype, of plain qkflow modules, without adapters or hooks."""
         dtype = model.embedding.weight.dtype
         blocks = [*model.blocks, *(model.slow.blocks if model.slow is not None else [])]
         return (

@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, hidden states or logits out."""
+    """Pre-norm transformer from token ids (B, T) to hidden states (B, T, dim) or logits (B, T, V)."""
 
     roles: ClassVar[dict[str, str]] = {"embedding": "embed", "norm": "norm", "head": "head"}
 
@@ -102,12 +102,10 @@ class Decoder(nn.Module):
         super().__init__()
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config = config
-        self.activation_checkpointing = (
-            False  # trade time for memory: recompute each block in the backward pass
-        )
-        # from a tensor, so that it is drawn once, by its start, and not before by PyTorch's default
-        blank = torch.empty(config.vocab_size, config.dim, **factory_kwargs)
-        self.embedding = nn.Embedding.from_pretrained(blank, freeze=False)
+        self.activation_checkpointing = False  # recompute each block in the backward pass to save memory
+        # nn.Embedding(...) would sample the weight, only for `initialize` to overwrite it
+        embedding = torch.empty(config.vocab_size, config.dim, **factory_kwargs)
+        self.embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.blocks = nn.ModuleList(
             Block(config, layer, **factory_kwargs) for layer in range(config.n_layers)
         )
@@ -215,7 +213,7 @@ class Decoder(nn.Module):
         return [path.new_cache(batch_size, capacity) for path in paths]  # type: ignore[operator, union-attr]
 
     def init_parameters(self, sampler: ParamSampler) -> None:
-        # tied, the embedding is also the output matrix, whose fan-in is dim
+        # with tied embeddings this is also the output matrix, whose fan-in is dim
         weight = self.embedding.weight
         copy_into(weight, sampler.matrix("embedding.weight", weight.shape, self.config.dim))
         if self.head is not None:

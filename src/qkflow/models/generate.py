@@ -15,7 +15,7 @@ from qkflow.models.cpu_decoder import CPUDecoder, PackedWeights
 from qkflow.models.decoder import Decoder
 from qkflow.models.slow_path.cache import SlowPathCache
 
-MIN_TOKENS_TO_PREPARE = 24  # for fewer, laying out the weights takes longer than it saves
+MIN_TOKENS_TO_PREPARE = 24  # for fewer, packing the weights takes longer than it saves
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from qkflow.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class Preset:
+    """Shape of a named model size."""
+
     n_layers: int
     dim: int
     n_heads: int
@@ -33,12 +35,12 @@ def preset(name: str, /, **overrides: Any) -> ModelConfig:
     """Return the config of a named size with overrides, e.g. `preset("tiny", vocab_size=512)`."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
-    chosen = PRESETS[name]
+    size = PRESETS[name]
     base = {
-        "n_layers": chosen.n_layers,
-        "dim": chosen.dim,
-        "n_heads": chosen.n_heads,
-        "feed_forward": chosen.feed_forward,
-        "vocab_size": chosen.vocab_size,
+        "n_layers": size.n_layers,
+        "dim": size.dim,
+        "n_heads": size.n_heads,
+        "feed_forward": size.feed_forward,
+        "vocab_size": size.vocab_size,
     }
     return ModelConfig.from_dict({**base, **overrides})

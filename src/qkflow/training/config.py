@@ -32,6 +32,8 @@ DEFAULT_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Corpus, tokenizer and window length."""
+
     corpus: str = "speeches"  # a built-in name, a path or hf:owner/name:config
     tokenizer: str = "bpe:2048"  # bytes, bpe:SIZE, a path or hf:NAME
     seq_len: int = 128  # tokens per window
@@ -40,6 +42,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """Budget, optimizer, compute and logging options of a run."""
+
     # Budget: one of tokens, steps and minutes.
     tokens: int | None = None  # training tokens (default: 1M)
     steps: int | None = None  # optimizer steps, instead of tokens
@@ -106,7 +110,7 @@ class TrainConfig:
         for name in ("warmup", "weight_decay", "clip", "probe_every"):
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise InputError(f"train.{name} must not be negative, but is {value}", code="negative")
+                raise InputError(f"train.{name} must be at least 0, not {value}", code="negative")
         for name in ("min_lr_factor", "decay_ratio", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(
@@ -123,6 +127,8 @@ CHANGEABLE_ON_RESUME = {
 
 @dataclass(frozen=True)
 class RunConfig:
+    """All options of a run."""
+
     model: dict[str, Any] = field(default_factory=dict)  # a preset and fields of ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -204,7 +210,7 @@ class RunConfig:
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the values of both configs by key path, e.g. `train.lr`, where they differ."""
-        mine, theirs = (
+        values, other_values = (
             _flatten(
                 {
                     "model": config.model_config(2).to_dict(),
@@ -215,9 +221,9 @@ class RunConfig:
             for config in (self, other)
         )
         return {
-            key: (mine.get(key), theirs.get(key))
-            for key in dict.fromkeys([*mine, *theirs])
-            if mine.get(key) != theirs.get(key)
+            key: (values.get(key), other_values.get(key))
+            for key in dict.fromkeys([*values, *other_values])
+            if values.get(key) != other_values.get(key)
         }
 
 

@@ -89,9 +89,9 @@ class DistContext:
         """Return the main process's value in every process."""
         if self.world_size == 1:
             return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
+        objects = [value]
+        torch.distributed.broadcast_object_list(objects, src=0, device=self.device)
+        return objects[0]
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -101,8 +101,8 @@ class DistContext:
 @contextmanager
 def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[DistContext]:
     """Join the process group that torchrun's environment variables describe, until the block ends."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
         if parallel in ("ddp", "fsdp"):
             raise InputError(
                 f"parallel mode '{parallel}' needs several processes: start with torchrun --nproc-per-node 2 "
@@ -113,18 +113,18 @@ def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[Dis
         return
     if parallel == "none":
         raise InputError(
-            f"torchrun started {world} processes, but the parallel mode is 'none': use ddp or fsdp",
+            f"torchrun started {world_size} processes, but the parallel mode is 'none': use ddp or fsdp",
             code="parallel-none",
         )
     import torch.distributed as dist
 
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    own = resolve_device(device)
-    if own.type == "cuda":
-        own = torch.device("cuda", local)
-        torch.cuda.set_device(own)
-    dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank_device = resolve_device(device)
+    if rank_device.type == "cuda":
+        rank_device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(rank_device)
+    dist.init_process_group("nccl" if rank_device.type == "cuda" else "gloo")
     try:
-        yield DistContext(own, parallel or "ddp", dist.get_rank(), world)
+        yield DistContext(rank_device, parallel or "ddp", dist.get_rank(), world_size)
     finally:
         dist.destroy_process_group()

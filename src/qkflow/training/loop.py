@@ -59,7 +59,7 @@ def train(
 ) -> dict[str, Any]:
     """Train in `folder`, resuming from its last checkpoint. Return the content of result.json.
 
-    `config_to_save` is written to the folder after all checks, so that a refused run leaves nothing behind.
+    `config_to_save` is written to the folder after all checks, so that a config with errors writes nothing.
     Raise StoppedError after a signal, and NonFiniteError if the loss becomes NaN or infinite.
     """
     callback = callback or Callback()
@@ -178,7 +178,7 @@ class Trainer:
     def _loop(self) -> None:
         last_save_time = time.monotonic()
         start_time = time.perf_counter()
-        checked = self.progress  # when evaluations were last checked
+        checked = self.progress  # at the last check for due actions
         while self.progress < 1:
             lr = learning_rate(self.config.train, self.budget, self.step, self.train_seconds)
             loss, norm = self.stepper.step(self.step, lr, self.progress)

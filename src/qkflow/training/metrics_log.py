@@ -32,7 +32,7 @@ class MetricsLog:
     ) -> None:
         self._writers = [WRITERS[name](folder, config or {}) for name in writers]
         path = folder / METRICS_FILE
-        # Steps that a killed process made after its last checkpoint are repeated: drop their rows.
+        # Steps after the last checkpoint of a killed process are repeated: drop their rows.
         kept = [row for row in read_rows(path) if row["step"] <= resume_step] if resume_step else []
         files.write_atomic(path, "".join(map(_to_json_line, kept)))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -60,8 +60,8 @@ def parse_row(line: bytes) -> MetricsRow | None:
         row = json.loads(line)
     except ValueError:
         return None
-    usable = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)
-    return row if usable else None
+    is_valid = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)
+    return row if is_valid else None
 
 
 def read_rows(path: Path) -> list[MetricsRow]:
@@ -88,7 +88,7 @@ def _to_json_line(row: MetricsRow) -> str:
 def _nan_to_none(value: Any) -> Any:
     """Replace NaN and infinity, which JSON does not have."""
     if isinstance(value, list):
-        return [_nan_to_none(one) for one in value]
+        return [_nan_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -166,7 +166,7 @@ class AdamW(Optimizer):
                 amsgrad=False,
                 maximize=False,
             )
-            # The kernel bypasses autograd's version counters, by which cached functions of weights expire.
+            # The kernel skips autograd's version counters, which detect changed tensors in a later backward.
             torch.autograd.graph.increment_version(list(trained.values()))
 
     def _torch_optimizer(self) -> torch.optim.AdamW:

@@ -4,9 +4,9 @@
     metrics.jsonl      rows of kind train, eval and probe, appended while training
     checkpoints/       see `checkpoint`; removed when the run is finished
     model/             config.json, model.safetensors, tokenizer.json: the trained model
-    result.json        written last: the run is over, with status `finished` or `failed`
+    result.json        written last, when the run has ended: status `finished` or `failed`
 
-The exit code of a worker process says how it ended.
+The exit code of a worker process tells finished, failed and interrupted runs apart.
 """
 
 from __future__ import annotations

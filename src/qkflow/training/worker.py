@@ -46,7 +46,7 @@ def run_worker(
     `config_to_save` is the config of a new run, or of a resumed run with changes, to write to the folder.
     """
     if (read_result(folder) or {}).get("status") == "finished":
-        shutil.rmtree(folder / CHECKPOINTS_DIR, ignore_errors=True)  # left if it was killed right at the end
+        shutil.rmtree(folder / CHECKPOINTS_DIR, ignore_errors=True)  # left by a kill after result.json
         return EXIT_FINISHED
     if (folder / RESULT_FILE).is_file():  # failed or damaged: retry from the last checkpoint
         (folder / RESULT_FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Invertible affine coupling in the manner of RealNVP, identity at init."""
+"""Invertible affine coupling (RealNVP), identity at init."""
 
 from __future__ import annotations
 

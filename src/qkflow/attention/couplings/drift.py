@@ -1,4 +1,4 @@
-"""The linear part of every coupling, alone: a query drifts along its own token's key."""
+"""The linear part of euler and leapfrog alone: a query drifts along its token's key."""
 
 from __future__ import annotations
 

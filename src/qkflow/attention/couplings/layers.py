@@ -134,19 +134,19 @@ def add_drift(q: Tensor, k: Tensor, drift: Tensor) -> Tensor:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """(B, T, H, D) -> (H, B·T, D), a view where x is contiguous."""
+    """Transpose (B, T, H, D) to (H, B·T, D), a view where x is contiguous."""
     return x.flatten(0, 1).transpose(0, 1)
 
 
 def tokens_first(x: Tensor, batch_and_length: torch.Size) -> Tensor:
-    """(H, B·T, D) -> (B, T, H, D), a view."""
+    """Transpose (H, B·T, D) back to (B, T, H, D), a view."""
     return x.transpose(0, 1).unflatten(0, batch_and_length)
 
 
 def check_steps(steps: int) -> int:
-    """Return `steps` if it is a whole number of at least 1."""
+    """Return `steps`; raise unless it is an integer of at least 1."""
     if not isinstance(steps, int) or steps < 1:
-        raise InputError(f"steps must be a whole number of at least 1, not {steps}", code="bad-steps")
+        raise InputError(f"steps must be an integer of at least 1, not {steps}", code="bad-steps")
     return steps
 
 

@@ -41,7 +41,7 @@ Scheme = Literal["euler", "leapfrog"]
 
 @dataclass(frozen=True)
 class TrajectoryWeights:
-    """Everything the trajectory needs that depends on parameters alone."""
+    """Tensors of the trajectory that depend on the parameters alone."""
 
     drift: Tensor  # nΔ (H,)
     w1: Tensor  # (G, ρ, D)
@@ -64,7 +64,7 @@ class TrajectoryWeights:
 
 
 class LowRankNetwork(Protocol):
-    """What a force is made of."""
+    """A network whose force has low rank: `HeadNetworks` or `HeadPotentials`."""
 
     hidden_dim: int
 
@@ -72,7 +72,7 @@ class LowRankNetwork(Protocol):
 
 
 class LowRankCoupling(Coupling):
-    """Base of euler and leapfrog: a low-rank force, a step size and the trajectory in latent space."""
+    """Base class of euler and leapfrog: a low-rank force, a step size and the trajectory in latent space."""
 
     scheme: ClassVar[Scheme]
     network: LowRankNetwork

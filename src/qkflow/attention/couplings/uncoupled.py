@@ -81,9 +81,9 @@ def _flow(x: Tensor, network: HeadNetworks, delta: Tensor, steps: int) -> Tensor
     bias = None if force.b2 is None else force.b2 * delta[:, None]
     mix = (force.w1 @ rows.transpose(1, 2)).to(dtype)
     for step in range(1, steps):
-        moved = torch.baddbmm(u, mix, kicks)
+        u_step = torch.baddbmm(u, mix, kicks)
         if bias is not None:
-            moved = moved + step * (force.w1 @ bias.unsqueeze(-1)).to(dtype)
-        kicks = kicks + F.silu(moved)
+            u_step = u_step + step * (force.w1 @ bias.unsqueeze(-1)).to(dtype)
+        kicks = kicks + F.silu(u_step)
     out = add_low_rank(x, kicks, rows.to(dtype))
     return out if bias is None else out + (steps * bias).to(dtype)

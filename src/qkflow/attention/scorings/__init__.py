@@ -1,4 +1,4 @@
-"""Scorings: how queries and keys become weights, and weights an output. One file each."""
+"""Scorings: attention weights from queries and keys, and the output of the heads. One file each."""
 
 from qkflow.attention.scorings.base import Scoring, build, check, get, names
 

@@ -1,6 +1,6 @@
 """The contract of a scoring, and the registry of all of them.
 
-Shapes: q (B, T, H, D), k (B, S, G, D), v (B, S, Gv, Dv); the output is (B, T, outputs, output_size).
+Shapes: q (B, T, H, D), k (B, S, G, D), v (B, S, Gv, Dv); the output is (B, T, n_out, out_head_dim).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FactoryKwargs = dict[str, Any]
 
 
 class Scoring(nn.Module):
-    """Maps rotated queries and keys and the values to the output of the heads."""
+    """A map of rotated queries and keys, and of values, to the output of the heads."""
 
     name: ClassVar[str]
     equation: ClassVar[str]
@@ -45,7 +45,7 @@ class Scoring(nn.Module):
         raise NotImplementedError
 
     def extra_parameters(self) -> int:
-        """Return the number of parameters of its own, besides those of the projections."""
+        """Return the number of parameters of this scoring, without the projections."""
         return 0
 
 

@@ -67,7 +67,7 @@ class _Difference(torch.autograd.Function):
         keys, values, buffers = k.flatten(0, 1), v.flatten(0, 1), _Buffers(q)
         for rows, visible in _blocks(q.shape[-2]):
             _, p = _weights(q, keys, rows, visible, scale, buffers)
-            w = _subtracted(p, strength[..., rows, :].flatten(0, 1), buffers)
+            w = _subtract(p, strength[..., rows, :].flatten(0, 1), buffers)
             out[..., rows, :] = torch.bmm(w, values[:, visible]).view(out[..., rows, :].shape)
         return out
 
@@ -84,36 +84,37 @@ class _Difference(torch.autograd.Function):
             out = _Difference.composite(inputs[0], inputs[1], inputs[2], inputs[3], scale)
             return *torch.autograd.grad(out, inputs, grad, create_graph=True), None
         keys, values, buffers = k.flatten(0, 1), v.flatten(0, 1), _Buffers(q)
-        to_q, to_strength = _token_first(q), torch.empty(strength.shape, dtype=q.dtype)
-        to_k, to_v = torch.zeros_like(keys), torch.zeros_like(values)
+        grad_q, grad_strength = _token_first(q), torch.empty(strength.shape, dtype=q.dtype)
+        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
         for rows, visible in _blocks(q.shape[-2]):
-            share = strength[..., rows, :].flatten(0, 1)
-            out = grad[..., rows, :].reshape(len(keys), -1, grad.shape[-1])
+            factor = strength[..., rows, :].flatten(0, 1)
+            grad_out = grad[..., rows, :].reshape(len(keys), -1, grad.shape[-1])
             block, p = _weights(q, keys, rows, visible, scale, buffers)
-            w = _subtracted(p, share, buffers)
-            to_v[:, visible].baddbmm_(w.transpose(1, 2), out)
-            to_w = torch.bmm(out, values[:, visible].transpose(1, 2), out=w).view_as(p[:, :, 0])
-            for one in p.unbind(2):
-                moved = torch.mul(to_w, one, out=buffers.take(2, *to_w.shape))
-                mean = moved.sum(dim=-1, keepdim=True)
-                torch.addcmul(moved, one, mean, value=-1, out=one)
-            to_strength[..., rows, :] = mean.neg().view(to_strength[..., rows, :].shape)
-            to_scores = p.view(len(keys), -1, p.shape[-1])
-            to_block = torch.bmm(to_scores, keys[:, visible]).mul_(scale).view(block.shape)
-            for vectors in (block, to_block):  # the second softmax has the factor −strength
-                vectors[:, :, 1].mul_(-share)
-            to_q[..., rows, :] = to_block.view(to_q[..., rows, :].shape)
-            to_k[:, visible].baddbmm_(to_scores.transpose(1, 2), block.view(len(keys), -1, block.shape[-1]))
-        return to_q, to_k.view(k.shape), to_v.view(v.shape), to_strength, None
+            w = _subtract(p, factor, buffers)
+            grad_v[:, visible].baddbmm_(w.transpose(1, 2), grad_out)
+            grad_w = torch.bmm(grad_out, values[:, visible].transpose(1, 2), out=w).view_as(p[:, :, 0])
+            for softmax in p.unbind(2):  # backward of both softmaxes, in place
+                product = torch.mul(grad_w, softmax, out=buffers.take(2, *grad_w.shape))
+                row_sum = product.sum(dim=-1, keepdim=True)
+                torch.addcmul(product, softmax, row_sum, value=-1, out=softmax)
+            grad_strength[..., rows, :] = row_sum.neg().view(grad_strength[..., rows, :].shape)
+            grad_scores = p.view(len(keys), -1, p.shape[-1])
+            grad_block = torch.bmm(grad_scores, keys[:, visible]).mul_(scale).view(block.shape)
+            for vectors in (block, grad_block):  # the second softmax has the factor −strength
+                vectors[:, :, 1].mul_(-factor)
+            grad_q[..., rows, :] = grad_block.view(grad_q[..., rows, :].shape)
+            queries = block.view(len(keys), -1, block.shape[-1])
+            grad_k[:, visible].baddbmm_(grad_scores.transpose(1, 2), queries)
+        return grad_q, grad_k.view(k.shape), grad_v.view(v.shape), grad_strength, None
 
 
 class _Buffers:
     """Buffers that every block reuses: allocation would cost more than the computation."""
 
     def __init__(self, q: Tensor) -> None:
-        batch, groups, each, _, length, size = q.shape
-        rows = batch * groups * each * min(BLOCK, length)
-        self.parts = [q.new_empty(rows * n) for n in (2 * length, length, length, 2 * size)]
+        batch, groups, group_size, _, length, head_dim = q.shape
+        rows = batch * groups * group_size * min(BLOCK, length)
+        self.parts = [q.new_empty(rows * n) for n in (2 * length, length, length, 2 * head_dim)]
         self.future = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu_(1)
 
     def take(self, part: int, *shape: int) -> Tensor:
@@ -123,8 +124,8 @@ class _Buffers:
 def _token_first(like: Tensor) -> Tensor:
     """Return an empty (B, …, T, D) tensor with the memory layout (B, T, …, D)."""
     order = [0, like.dim() - 2, *range(1, like.dim() - 2), like.dim() - 1]
-    buffers = torch.empty([like.shape[i] for i in order], dtype=like.dtype, device=like.device)
-    return buffers.permute(0, *range(2, like.dim() - 1), 1, like.dim() - 1)
+    out = torch.empty([like.shape[i] for i in order], dtype=like.dtype, device=like.device)
+    return out.permute(0, *range(2, like.dim() - 1), 1, like.dim() - 1)
 
 
 def _blocks(length: int) -> Iterator[tuple[slice, slice]]:
@@ -138,19 +139,19 @@ def _weights(
     q: Tensor, k: Tensor, rows: slice, visible: slice, scale: float, buffers: _Buffers
 ) -> tuple[Tensor, Tensor]:
     """Return scaled queries (N, R, 2, rows, D) and softmaxes (N, R, 2, rows, keys) of a block, N = B·G."""
-    cut = q[..., rows, :]
-    block = torch.mul(cut, scale, out=buffers.take(3, *cut.shape)).flatten(0, 1)
-    count = block.shape[-2]
+    q = q[..., rows, :]
+    block = torch.mul(q, scale, out=buffers.take(3, *q.shape)).flatten(0, 1)
+    n_rows = block.shape[-2]
     flat = block.view(len(k), -1, q.shape[-1])
     scores = buffers.take(0, *flat.shape[:2], visible.stop)
     torch.bmm(flat, k[:, visible].transpose(1, 2), out=scores)
     scores = scores.view(*block.shape[:-1], -1)
-    scores[..., rows.start :].masked_fill_(buffers.future[:count, :count], float("-inf"))
+    scores[..., rows.start :].masked_fill_(buffers.future[:n_rows, :n_rows], float("-inf"))
     return block, torch.softmax(scores, dim=-1, out=scores)
 
 
-def _subtracted(p: Tensor, share: Tensor, buffers: _Buffers) -> Tensor:
-    """Return p₁ − share·p₂ as (N, R·rows, keys)."""
+def _subtract(p: Tensor, factor: Tensor, buffers: _Buffers) -> Tensor:
+    """Return p₁ − factor·p₂ as (N, R·rows, keys)."""
     first, second = p[:, :, 0], p[:, :, 1]
     w = buffers.take(1, *first.shape)
-    return torch.addcmul(first, second, share, value=-1, out=w).flatten(1, 2)
+    return torch.addcmul(first, second, factor, value=-1, out=w).flatten(1, 2)

@@ -5,7 +5,7 @@
     x ← x + g ⊙ ũ                         (B, T, C), ũ_t = u of the last completed block, or 0
 
 Attention over blocks is causal, and token t reads only blocks that end at or before t. The model is therefore
-causal for every g. Our reading of Gao, arXiv 2606.16730: docs/timescale.md.
+causal for every g. Our reading of Gao, arXiv 2606.16730: docs/slow_path.md.
 """
 
 from __future__ import annotations

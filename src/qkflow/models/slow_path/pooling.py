@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from qkflow.attention.masks import document_positions
 from qkflow.errors import InputError
 
 
@@ -98,9 +99,7 @@ class PackedBlockPooling(BlockPooling):
         check_ratio(ratio)
         B, T = document_ids.shape
         index = torch.arange(T, device=document_ids.device).expand(B, T)
-        is_first = torch.ones_like(document_ids, dtype=torch.bool)
-        is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-        position = index - torch.where(is_first, index, 0).cummax(1).values  # within the document
+        position = document_positions(document_ids)
         block = (position % ratio == 0).cumsum(1) - 1
         self.ratio = ratio
         self.n_blocks = n_blocks if n_blocks is not None else int(block[:, -1].max()) + 1
@@ -116,7 +115,8 @@ class PackedBlockPooling(BlockPooling):
         self._token_index = (first[..., None] + offsets).clamp(max=T - 1)  # (B, K, P)
         self._token_mask = offsets < sizes[..., None]
 
-        self.document_ids = torch.where(sizes > 0, is_first.cumsum(1).gather(1, first), 0)  # 0: padding
+        number = (position == 0).cumsum(1)  # of the document, from 1
+        self.document_ids = torch.where(sizes > 0, number.gather(1, first), 0)  # 0: padding
 
     def pool(self, x: Tensor) -> Tensor:
         B, _, C = x.shape
