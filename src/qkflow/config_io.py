@@ -58,9 +58,9 @@ def dataclass_from_dict(cls: type[ConfigT], values: Any, key_path: str) -> Confi
     for key in check_mapping(values, key_path):
         if key not in hints:
             raise unknown_key(key_path, str(key), hints)
-    for one in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
-            raise InputError(f"{key_path}.{one.name} is missing", code="missing-key")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise InputError(f"{key_path}.{field.name} is missing", code="missing-key")
     return cls(**{key: _coerce(value, hints[key], f"{key_path}.{key}") for key, value in values.items()})
 
 
@@ -107,19 +107,19 @@ def _coerce(value: Any, hint: Any, key_path: str) -> Any:
         if get_origin(kind) is dict and isinstance(value, dict):
             return value
         if get_origin(kind) in (tuple, list) and isinstance(value, list | tuple):
-            return get_origin(kind)(_coerce(one, get_args(kind)[0], key_path) for one in value)
+            return get_origin(kind)(_coerce(item, get_args(kind)[0], key_path) for item in value)
         if dataclasses.is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
             return value
         if kind in (str, bool) and isinstance(value, kind):
             return value
         if kind in (int, float) and not isinstance(value, bool):
             try:
-                return (
-                    float(value) if kind is float else value if isinstance(value, int) else parse_count(value)
-                )
+                if kind is float:
+                    return float(value)
+                return value if isinstance(value, int) else parse_count(value)
             except (ValueError, TypeError, OverflowError):
                 continue
-    choices = [one for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
         key = key_path.rpartition(".")[2].replace("_", "-")
         raise unknown(key_path, str(value), choices, code=f"unknown-{key}")

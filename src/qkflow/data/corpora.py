@@ -342,9 +342,10 @@ def _assign_file_splits(files: list[Path], root: Path) -> tuple[list[tuple[Path,
     """
     names = {file: str(file.relative_to(root)) for file in files}
     by_word = {file: splits.find_split(re.findall("[a-z]+", name.lower())) for file, name in names.items()}
-    own = by_word if all(by_word.values()) else {file: splits.split_from_path(names[file]) for file in files}
-    source_splits = splits.map_source_splits(filter(None, own.values()))
+    by_path = {file: splits.split_from_path(name) for file, name in names.items()}
+    split_of = by_word if all(by_word.values()) else by_path
+    source_splits = splits.map_source_splits(filter(None, split_of.values()))
     if not source_splits:
         return [(file, splits.UNSPLIT) for file in files], []
-    labeled = [(file, source_splits[split]) for file, split in own.items() if split in source_splits]
-    return labeled, [file for file, split in own.items() if split not in source_splits]
+    labeled = [(file, source_splits[split]) for file, split in split_of.items() if split in source_splits]
+    return labeled, [file for file, split in split_of.items() if split not in source_splits]

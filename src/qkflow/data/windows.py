@@ -164,7 +164,7 @@ def _epoch_keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """The output function of splitmix64 (Steele, Lea & Flood 2014): each bit depends on every other."""
+    """Apply the output function of splitmix64 (Steele, Lea & Flood 2014): each bit depends on every other."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -125,7 +125,7 @@ def prepare_for_inference(model: nn.Module) -> nn.Module:
     """Fuse projections and coupling of every layer into one matmul, from the current weights, in place.
 
     A coupling that is the identity is skipped: the original layer runs. `.train()`, moving the model and
-    loading weights undo it. Weights changed in any other way are not noticed: call this again. Layers whose
+    loading weights undo it. Weights changed in any other way are not detected: call this again. Layers whose
     projections are fused, adapted, hooked, or of another dtype than the coupling keep the regular forward.
     """
     for module in model.modules():

@@ -156,7 +156,7 @@ def cross_attention_layers(model: nn.Module) -> list[str]:
 
 
 def check_no_cross_attention(model: nn.Module, hint: str) -> None:
-    """Raise if `model` has cross-attention; `hint` says what to do instead."""
+    """Raise if `model` has cross-attention; `hint` is what to do instead."""
     names = cross_attention_layers(model)
     if names:
         raise InputError(

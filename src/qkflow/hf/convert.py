@@ -125,7 +125,7 @@ def from_llama(model: LlamaForCausalLM) -> Decoder:
             rope=_rope_from_llama(config.rope_parameters),
         ),
     )
-    names = {theirs: ours for ours, theirs in _llama_names(shape.n_layers).items()}
+    names = {llama_name: name for name, llama_name in _llama_names(shape.n_layers).items()}
     state = {_rename(name, names): value.clone() for name, value in model.state_dict().items()}
     if shape.tie_embeddings:
         state.pop("head.weight", None)
@@ -164,9 +164,9 @@ def _check_llama_compatible(model: Decoder) -> None:
 
 def _llama_names(n_layers: int) -> dict[str, str]:
     blocks = {
-        f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}"
+        f"blocks.{layer}.{name}": f"model.layers.{layer}.{llama_name}"
         for layer in range(n_layers)
-        for ours, theirs in BLOCK_NAMES.items()
+        for name, llama_name in BLOCK_NAMES.items()
     }
     return {**TOP_LEVEL_NAMES, **blocks}
 

@@ -90,8 +90,8 @@ class QKFlowConfig(PreTrainedConfig):
             raise InputError(
                 f"shape must map model fields to values, not be {self.shape!r}", code="invalid-model-config"
             )
-        own = MODEL_FIELDS if self.shape is None else MODEL_FIELDS - self.aliases.keys()
-        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in own}
+        model_fields = MODEL_FIELDS if self.shape is None else MODEL_FIELDS - self.aliases.keys()
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in model_fields}
         explicit = {**(self.shape or {}), **fields}
         self.shape = ModelConfig.from_dict({**(self.shape or preset("tiny").to_dict()), **fields}).to_dict()
         kwargs = {

@@ -106,9 +106,9 @@ def _infer_roles(model: nn.Module) -> dict[str, str | None]:
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             path = f"{name}." if name else ""
-            own = {"in_proj": FUSED_QKV_ROLE, "out_proj.": "o", "bias_k": "k", "bias_v": "v"}
-            own |= {f"{part}_proj_weight": part for part in QKV_ROLES}
-            prefixes |= {f"{path}{part}": role for part, role in own.items()}
+            parts = {"in_proj": FUSED_QKV_ROLE, "out_proj.": "o", "bias_k": "k", "bias_v": "v"}
+            parts |= {f"{part}_proj_weight": part for part in QKV_ROLES}
+            prefixes |= {f"{path}{part}": role for part, role in parts.items()}
     return {name: _infer_role(name, prefixes) for name, _ in model.named_parameters()}
 
 

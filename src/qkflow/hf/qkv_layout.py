@@ -34,7 +34,7 @@ class QKVLayout:
     interleaved: bool
 
     def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(…, columns) -> q (…, H, D), k (…, G, D), v (…, G, D), all views."""
+        """Split (…, columns) into q (…, H, D), k (…, G, D) and v (…, G, D), all views."""
         heads = self.heads
         if self.interleaved:
             by_group = fused.view(*fused.shape[:-1], heads.n_k, heads.group_size + 2, heads.head_dim)

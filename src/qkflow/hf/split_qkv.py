@@ -112,14 +112,14 @@ def _fused_parameter_dims(module: nn.Module) -> list[tuple[str, int]]:
         dims = {"in_proj_weight": 0, "in_proj_bias": 0}
     else:
         dims = {"weight": 1 if hasattr(module, "nf") else 0, "bias": 0}
-    own = dict(module.named_parameters(recurse=False))
-    if "weight" in dims and "weight" not in own:
+    parameters = dict(module.named_parameters(recurse=False))
+    if "weight" in dims and "weight" not in parameters:
         raise InputError(
             f"the fused query-key-value weight of a {type(module).__name__} is not a parameter and cannot be "
             "split: remove adapters or dequantize the model first",
             code="adapted-projection",
         )
-    return [(name, dim) for name, dim in dims.items() if name in own]
+    return [(name, dim) for name, dim in dims.items() if name in parameters]
 
 
 def _state_dict_key(prefix: str, tensor: str, part: int) -> str:

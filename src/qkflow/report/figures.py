@@ -144,12 +144,12 @@ def _interval_trace(
 
 def _seed_trace(arm: ArmSummary, reference: ArmSummary, y: float, color: str) -> dict[str, Any]:
     """Draw the difference of each seed as a small dot."""
-    ours, theirs = arm.losses, reference.losses
-    seeds = sorted(ours.keys() & theirs.keys())
+    losses, reference_losses = arm.losses, reference.losses
+    seeds = sorted(losses.keys() & reference_losses.keys())
     return {
         "type": "scatter",
         "mode": "markers",
-        "x": [perplexity_percent_change(ours[seed] - theirs[seed]) for seed in seeds],
+        "x": [perplexity_percent_change(losses[seed] - reference_losses[seed]) for seed in seeds],
         "y": [y] * len(seeds),
         "marker": {"color": color, "size": 6, "opacity": 0.55},
         "text": [f"{arm.variant}, seed {seed}" for seed in seeds],
@@ -211,15 +211,16 @@ def perplexity_gap_figure(summary: StudySummary, runs: Sequence[RunData]) -> Fig
     return {"data": traces, "layout": layout}
 
 
-def _perplexity_gap_curve(ours: Curve, theirs: Curve) -> dict[float, tuple[float, float]]:
+def _perplexity_gap_curve(curve: Curve, reference: Curve) -> dict[float, tuple[float, float]]:
     """Return {step: (tokens, percent of perplexity)} within the range that both have trained.
 
-    Their loss is interpolated: with equal time or FLOPs, the two are evaluated after different tokens.
+    The reference's loss is interpolated: with equal time or FLOPs, the two are evaluated after different
+    tokens.
     """
-    tokens, losses = [point[1] for point in theirs], [point[3] for point in theirs]
+    tokens, losses = [point[1] for point in reference], [point[3] for point in reference]
     return {
         step: (x, gap)
-        for step, x, _, loss in ours
+        for step, x, _, loss in curve
         if tokens[0] <= x <= tokens[-1]
         and (gap := perplexity_percent_change(loss - float(np.interp(x, tokens, losses)))) is not None
     }

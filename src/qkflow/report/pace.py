@@ -89,7 +89,7 @@ def _attribution_rows(summary: PaceSummary) -> list[list[str]]:
 
 
 def _heatmap_figure(shares: list[list[float]]) -> Figure:
-    """Share (%) of examples: attention on the rationale × probability of the true label, equal bins."""
+    """Draw the share (%) of examples by attention on the rationale and probability of the true label."""
     labels = [
         f"{low:.1f}–{high:.1f}" for low, high in pairwise(i / len(shares) for i in range(len(shares) + 1))
     ]

@@ -245,11 +245,12 @@ def _compare_to_reference(
         return arm
     target = float(np.mean(reference.losses(seeds)))
     curve = mean_curve([cell.runs[seed].curve() for seed in seeds])
-    whole = mean_curve([reference.runs[seed].curve() for seed in seeds])
+    reference_curve = mean_curve([reference.runs[seed].curve() for seed in seeds])
     reached = first_crossing([row[1] for row in curve], [row[3] for row in curve], target)
-    tokens = reached / whole[-1][1] if reached is not None and whole and whole[-1][1] > 0 else None
-    ours, theirs = (throughputs.get(_model_name(one.name)) for one in (cell, reference))
-    ratio = theirs / ours if ours and theirs else None
+    budget = reference_curve[-1][1] if reference_curve else 0
+    tokens = reached / budget if reached is not None and budget > 0 else None
+    speed, reference_speed = (throughputs.get(_model_name(each.name)) for each in (cell, reference))
+    ratio = reference_speed / speed if speed and reference_speed else None
     cost = replace(
         arm.cost,
         tokens_to_target=tokens,
@@ -270,19 +271,19 @@ def _choice_of_init(cells: Sequence[CellData], standard: Sequence[CellData]) -> 
     The best init is chosen on the same seeds that the variant is judged by, which favors it a little. Where
     the leave-one-out choice is the same for every seed, it does not.
     """
-    everyone = [*cells, *standard]
-    seeds = sorted(set.intersection(*(set(cell.runs) for cell in everyone))) if everyone else []
+    all_cells = [*cells, *standard]
+    seeds = sorted(set.intersection(*(set(cell.runs) for cell in all_cells))) if all_cells else []
     if len(seeds) < 2:
         return None
-    ours, theirs, chosen = [], [], set()
+    losses, base_losses, choices = [], [], set()
     for seed in seeds:
         others = [s for s in seeds if s != seed]
         pick, base = best_cell(cells, others), best_cell(standard, others)
-        ours += pick.losses([seed])
-        theirs += base.losses([seed])
-        chosen.add((pick.name, base.name))
-    mean = float((np.asarray(ours) - np.asarray(theirs)).mean())
-    return ChoiceOfInit(len(chosen) == 1, mean, perplexity_percent_change(mean))
+        losses += pick.losses([seed])
+        base_losses += base.losses([seed])
+        choices.add((pick.name, base.name))
+    mean = float((np.asarray(losses) - np.asarray(base_losses)).mean())
+    return ChoiceOfInit(len(choices) == 1, mean, perplexity_percent_change(mean))
 
 
 def _count_runs(runs: Sequence[RunData]) -> RunCounts:
@@ -306,8 +307,8 @@ def _lr_searches(runs: Sequence[RunData]) -> tuple[LrSearch, ...]:
 
 def best_lr(loss_by_lr: Mapping[float, float | None]) -> float | None:
     """Return the learning rate with the lowest loss; runs that diverged (None) do not count."""
-    usable = {lr: loss for lr, loss in loss_by_lr.items() if loss is not None}
-    return min(usable, key=lambda lr: usable[lr]) if usable else None
+    finite = {lr: loss for lr, loss in loss_by_lr.items() if loss is not None}
+    return min(finite, key=lambda lr: finite[lr]) if finite else None
 
 
 def _merge_environments(runs: Sequence[RunData]) -> dict[str, Any]:

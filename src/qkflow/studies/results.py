@@ -122,11 +122,11 @@ class ArmSummary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ArmSummary:
-        own = {item.name: values[item.name] for item in fields(cls) if item.name != "cost"}
+        plain = {item.name: values[item.name] for item in fields(cls) if item.name != "cost"}
         variance, choice = values["seed_variance_ratio"], values["choice_of_init"]
         return cls(
             **{
-                **own,
+                **plain,
                 "seeds": tuple(values["seeds"]),
                 "loss_by_seed": tuple(values["loss_by_seed"]),
                 "cost": Cost(**{item.name: values[item.name] for item in fields(Cost)}),
@@ -136,7 +136,7 @@ class ArmSummary:
                 "choice_of_init": None if choice is None else ChoiceOfInit(**choice),
                 "verdict": Verdict(values["verdict"]),
                 "against_controls": {
-                    name: _control_from_dict(one) for name, one in values["against_controls"].items()
+                    name: _control_from_dict(item) for name, item in values["against_controls"].items()
                 },
             }
         )
@@ -248,8 +248,8 @@ class StudySummary:
     def from_dict(cls, values: Mapping[str, Any]) -> StudySummary:
         reference, runs = values["reference"], values["runs"]
         searches = [
-            LrSearch(**{**one, "tried": tuple(LrTrial(**trial) for trial in one["tried"])})
-            for one in values["learning_rates"]
+            LrSearch(**{**search, "tried": tuple(LrTrial(**trial) for trial in search["tried"])})
+            for search in values["learning_rates"]
         ]
         return cls(
             config=ComparisonConfig.from_dict(values["config"]),

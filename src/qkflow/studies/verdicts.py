@@ -89,11 +89,11 @@ def _compare_with_control(
 
 def arm_difference(arm: ArmSummary, other: ArmSummary, confidence: float) -> PairedDifference | None:
     """Return the paired difference of two arms over the seeds that both finished."""
-    ours, theirs = arm.losses, other.losses
-    seeds = sorted(ours.keys() & theirs.keys())
+    seeds = sorted(arm.losses.keys() & other.losses.keys())
     if not seeds:
         return None
-    return paired_difference([ours[seed] for seed in seeds], [theirs[seed] for seed in seeds], confidence)
+    losses, other_losses = ([side.losses[seed] for seed in seeds] for side in (arm, other))
+    return paired_difference(losses, other_losses, confidence)
 
 
 _MATCH_PHRASES: dict[MatchMode, str] = {

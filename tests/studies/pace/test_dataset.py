@@ -40,7 +40,7 @@ def test_squad_rationale_covers_the_answer(squad: TaskData) -> None:
     assert len(squad.train) + len(squad.test) == 40
 
 
-def test_unlabelled_test_split_raises(tmp_path: Path) -> None:
+def test_unlabeled_test_split_raises(tmp_path: Path) -> None:
     folder = tmp_path / "SST-2"
     folder.mkdir()
     (folder / "train.tsv").write_text("sentence\tlabel\n" + "a good film\t1\na bad film\t0\n" * 5)

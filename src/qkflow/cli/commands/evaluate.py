@@ -33,7 +33,7 @@ def evaluate(
     threads: int | None = None,
     json: bool = False,
 ) -> None:
-    """Perplexity and bits per byte of a model on a corpus; with --tasks, its scores on tasks.
+    """Measure perplexity and bits per byte of a model on a corpus; with --tasks, its scores on tasks.
 
     The corpus is tokenized with the model's own tokenizer. Bits per byte do not depend on the tokenizer, so
     models with different ones can be compared. Tasks need lm-evaluation-harness (pip install "qkflow[eval]").

@@ -1,4 +1,4 @@
-"""`qkflow pace study`: compare query-key learning rates on a labelled task."""
+"""`qkflow pace study`: compare query-key learning rates on a labeled task."""
 
 from __future__ import annotations
 

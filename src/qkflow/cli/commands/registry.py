@@ -151,9 +151,9 @@ def config_rows(section: str | None = None) -> list[Row]:
     }
     if section is not None and section not in sections:
         raise unknown("section", section, sections)
-    chosen = sections if section is None else {section: sections[section]}
-    rows = [row for name, cls in chosen.items() for row in _field_rows(name, cls)]
-    if "model" not in chosen:
+    selected = sections if section is None else {section: sections[section]}
+    rows = [row for name, cls in selected.items() for row in _field_rows(name, cls)]
+    if "model" not in selected:
         return rows
     preset = {"key": "model.preset", "type": " or ".join(PRESETS), "default": "tiny"}
     return [

@@ -58,7 +58,7 @@ def parse_spec(spec: str) -> HubDatasetSpec:
         elif key != "mb":
             raise unknown("option of a hub dataset", key, ["mb"])
         elif not value.isdigit():
-            raise InputError(f"hf:{spec}: mb='{value}' is not a whole number", code="not-a-number")
+            raise InputError(f"hf:{spec}: mb='{value}' is not an integer", code="not-a-number")
         else:
             megabytes = int(value)
     if not repo_id:
@@ -107,10 +107,10 @@ def iter_rows(spec: HubDatasetSpec, split: str) -> Iterator[dict[str, Any]]:
 def iter_documents(spec: HubDatasetSpec) -> Iterator[tuple[str, str]]:
     """Yield (source split, text) of every document in the dataset's order, `max_megabytes` at most."""
     rows_by_split = load_splits(spec, streaming=True)
-    own = {name: splits.find_split(re.findall("[a-z]+", name.lower())) for name in rows_by_split}
-    source_splits = splits.map_source_splits(filter(None, own.values()))
+    split_of = {name: splits.find_split(re.findall("[a-z]+", name.lower())) for name in rows_by_split}
+    source_splits = splits.map_source_splits(filter(None, split_of.values()))
     for name, rows in rows_by_split.items():
-        source_split = source_splits.get(own[name] or "") if source_splits else splits.UNSPLIT
+        source_split = source_splits.get(split_of[name] or "") if source_splits else splits.UNSPLIT
         if source_split is None:
             continue  # such as "unsupervised", beside splits for training and validation
         # The limit of a held-out split is a twentieth of that for training.

@@ -113,7 +113,7 @@ class SlowPath(nn.Module):
     def _forward_cached(
         self, x: Tensor, attention_mask: Tensor | None, document_ids: Tensor | None, cache: SlowPathCache
     ) -> Tensor:
-        """Forward of the tokens after those in the cache; runs the slow blocks once per completed block."""
+        """Run the tokens after those in the cache; the slow blocks run once per completed block."""
         if document_ids is not None or (attention_mask is not None and not bool(attention_mask.all())):
             raise InputError(
                 "incremental decoding with a slow path needs rows of equal length without padding or packed "

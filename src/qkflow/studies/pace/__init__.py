@@ -1,4 +1,4 @@
-"""Pace study: does a faster query-key circuit sharpen attention on a labelled task?"""
+"""Pace study: does a faster query-key circuit sharpen attention on a labeled task?"""
 
 from qkflow.studies.pace.config import PaceStudyConfig
 from qkflow.studies.pace.results import PaceStudyResult, PaceSummary

@@ -24,7 +24,7 @@ GENERATED_SOURCE = "generate"  # sentences made by the grammar of the agreement 
 class PaceStudyConfig:
     """Task, data, model and training. None is the value of the recipe of the task."""
 
-    task: Task  # labelled task: agreement, hatexplain, squad, sst-2, cola, mrpc or rte.
+    task: Task  # labeled task: agreement, hatexplain, squad, sst-2, cola, mrpc or rte.
     data: str | None = None  # file, folder or hf; agreement generates its own sentences by default.
     as_published: bool = False  # the authors' optimizer, learning rates, confounds and measures.
     seeds: int = 3  # number of paired seeds; a verdict needs at least 3.

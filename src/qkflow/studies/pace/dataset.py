@@ -123,8 +123,8 @@ class DataLimits:
 def prepare_task_data(task: str, source: str, recipe: Recipe, limits: DataLimits) -> TaskData:
     """Load a task, hold out test examples if it has no test split, and encode it."""
     train, test, issue_counts = _load_train_test(task, source, limits)
-    train = _drop_unlabelled(train, issue_counts, "training")
-    test = _drop_unlabelled(test, issue_counts, "test")
+    train = _drop_unlabeled(train, issue_counts, "training")
+    test = _drop_unlabeled(test, issue_counts, "test")
     train_texts = {example.text for example in train}
     unseen = [example for example in test if example.text not in train_texts]
     issue_counts["test examples dropped: also in training"] += len(test) - len(unseen)
@@ -211,14 +211,14 @@ def _hold_out(
     return examples[:n_train], test
 
 
-def _drop_unlabelled(examples: Sequence[Example], issue_counts: Counter[str], split: str) -> list[Example]:
-    labelled = [example for example in examples if example.label is not None]
-    issue_counts[f"unlabelled {split} examples dropped"] += len(examples) - len(labelled)
-    if not labelled:
+def _drop_unlabeled(examples: Sequence[Example], issue_counts: Counter[str], split: str) -> list[Example]:
+    labeled = [example for example in examples if example.label is not None]
+    issue_counts[f"unlabeled {split} examples dropped"] += len(examples) - len(labeled)
+    if not labeled:
         raise InputError(
             f"no {split} example has a label: a study needs labels for training and test", code="no-labels"
         )
-    return labelled
+    return labeled
 
 
 @dataclass(frozen=True)
