@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qkflow.attention import couplings, scorings
 from qkflow.attention.checks import check_attention_input, check_attention_shape, check_collapsed_circuit
 from qkflow.attention.couplings.base import PreparedQK
+from qkflow.attention.inference import PreparableModule
 from qkflow.attention.init import InitScheme, ParamSampler, initialize
 from qkflow.attention.kv_cache import KVCache
 from qkflow.attention.masks import Mask, build_mask, document_positions
@@ -32,7 +33,7 @@ from qkflow.attention.rope import RotaryEmbedding, Rotation, apply_rope, check_h
 from qkflow.errors import InputError
 
 
-class Attention(nn.Module):
+class Attention(PreparableModule):
     """Self-attention whose query and key may evolve together before scoring.
 
         attention = Attention(512, n_heads=8, coupling="leapfrog:n=7")
@@ -222,25 +223,11 @@ class Attention(nn.Module):
         return self
 
     def release_prepared(self) -> None:
-        """Drop what `prepare_for_inference` built."""
         self._prepared = None
 
     @property
     def is_prepared(self) -> bool:
         return self._prepared is not None
-
-    def train(self, mode: bool = True) -> Self:
-        if mode:
-            self.release_prepared()
-        return super().train(mode)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.release_prepared()
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.release_prepared()
-        super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}  # a copy has its own parameters: prepare it again

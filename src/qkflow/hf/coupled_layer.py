@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from qkflow.attention.couplings.base import Coupling, PreparedQK
+from qkflow.attention.inference import PreparableModule
 from qkflow.attention.projections import (
     FactorizedQK,
     HeadShapes,
@@ -50,7 +51,7 @@ class CouplingInfo:
     layout: QKVLayout | None  # of a fused projection
 
 
-class CoupledAttention(nn.Module):
+class CoupledAttention(PreparableModule):
     """Mixin of a coupled layer; `coupled_class` puts it before the original class."""
 
     roles: ClassVar[dict[str, str]] = {"coupling": "coupling"}
@@ -103,21 +104,7 @@ class CoupledAttention(nn.Module):
         return circuit
 
     def release_prepared(self) -> None:
-        """Undo `prepare_for_inference`."""
         self.prepared_qk, self.skips_identity = None, False
-
-    def train(self, mode: bool = True) -> Self:
-        if mode:
-            self.release_prepared()
-        return super().train(mode)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.release_prepared()
-        return super()._apply(fn, recurse)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.release_prepared()
-        super()._load_from_state_dict(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         # The class is created at run time, so pickle cannot import it by name. Copies are not prepared.

@@ -126,34 +126,36 @@ class Affine(Coupling):
         return True
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        shapes, batch_and_length = self.head_shapes, q.shape[:2]
-        for_key = _ConditionerWeights.build(self.from_query, shapes.n_q, shapes.n_k, q.dtype)
-        for_query = _ConditionerWeights.build(self.from_key, shapes.n_k, shapes.n_q, q.dtype)
-        q, k = self._transform_all(heads_first(q), heads_first(k), for_key, for_query)
-        return tokens_first(q, batch_and_length), tokens_first(k, batch_and_length)
+        return self._transform_all(q, k, *self._conditioner_weights(q.dtype))
 
     def prepare_for_inference(self, qk: FactorizedQK) -> PreparedQK:
         """Build the weights of the conditioners once."""
-        shapes, dtype = self.head_shapes, qk.q.weight.dtype
         with torch.no_grad():
-            for_key = _ConditionerWeights.build(self.from_query, shapes.n_q, shapes.n_k, dtype)
-            for_query = _ConditionerWeights.build(self.from_key, shapes.n_k, shapes.n_q, dtype)
+            for_key, for_query = self._conditioner_weights(qk.q.weight.dtype)
 
         def finish(q: Tensor, k: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-            batch_and_length = q.shape[:2]
-            q, k = self._transform_all(heads_first(q), heads_first(k), for_key, for_query)
-            return tokens_first(q, batch_and_length), tokens_first(k, batch_and_length)
+            return self._transform_all(q, k, for_key, for_query)
 
         weight, bias = stack_linear([(qk.q.weight, qk.q.bias), (qk.k.weight, qk.k.bias)])
-        return PreparedQK(shapes, weight, bias, finish)
+        return PreparedQK(self.head_shapes, weight, bias, finish)
+
+    def _conditioner_weights(self, dtype: torch.dtype) -> tuple[_ConditionerWeights, _ConditionerWeights]:
+        """Return the weights that transform keys, and those that transform queries."""
+        n_q, n_k = self.head_shapes.n_q, self.head_shapes.n_k
+        return (
+            _ConditionerWeights.build(self.from_query, n_q, n_k, dtype),
+            _ConditionerWeights.build(self.from_key, n_k, n_q, dtype),
+        )
 
     def _transform_all(
         self, q: Tensor, k: Tensor, for_key: _ConditionerWeights, for_query: _ConditionerWeights
     ) -> tuple[Tensor, Tensor]:
+        batch_and_length = q.shape[:2]
+        q, k = heads_first(q), heads_first(k)
         for _ in range(self.steps):
             k = self._transform(k, q, for_key)
             q = self._transform(q, k, for_query)
-        return q, k
+        return tokens_first(q, batch_and_length), tokens_first(k, batch_and_length)
 
     def _transform(self, target: Tensor, source: Tensor, weights: _ConditionerWeights) -> Tensor:
         """Return target⊙exp(s) + t, with (s, t) from the source; both are (heads, N, D)."""

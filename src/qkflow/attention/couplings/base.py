@@ -78,14 +78,15 @@ class Coupling(nn.Module):
         """Build the fused inference projection from the current parameters.
 
         Return None to use the regular forward. The default fuses both projections into one matmul, with a
-        linear drift merged into the query projection.
+        linear drift merged into the query projection. A coupling that is the identity is skipped.
         """
         drift = self.linear_drift()
         with torch.no_grad():
             query = (qk.q.weight, qk.q.bias) if drift is None else qk.drifted_query_projection(drift)
             weight, bias = stack_linear([query, (qk.k.weight, qk.k.bias)])
-        finish = None if drift is not None else lambda q, k, _: self(q, k)
-        return PreparedQK(self.head_shapes, weight, bias, finish)
+        if drift is not None or self.is_identity():
+            return PreparedQK(self.head_shapes, weight, bias)
+        return PreparedQK(self.head_shapes, weight, bias, lambda q, k, _: self(q, k))
 
     def extra_parameters(self) -> int:
         """Return the number of parameters this coupling adds to its layer, by formula."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qkflow.attention.couplings.base import Coupling, FactoryKwargs, PreparedQK, register
-from qkflow.attention.projections import FactorizedQK, HeadShapes, stack_linear
+from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
+from qkflow.attention.projections import HeadShapes
 
 
 @register
@@ -36,7 +36,3 @@ class NoCoupling(Coupling):
 
     def is_identity(self) -> bool:
         return True
-
-    def prepare_for_inference(self, qk: FactorizedQK) -> PreparedQK:
-        weight, bias = stack_linear([(qk.q.weight, qk.q.bias), (qk.k.weight, qk.k.bias)])
-        return PreparedQK(self.head_shapes, weight, bias)
