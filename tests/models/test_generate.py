@@ -52,6 +52,15 @@ def test_cached_matches_uncached(options: dict[str, Any], batch_size: int) -> No
     assert model.training
 
 
+def test_generate_restores_the_mode_of_every_module() -> None:
+    model = small_model()
+    model.blocks[0].eval()
+    generate(model, make_prompt(), 2)
+    assert model.training
+    assert not model.blocks[0].training
+    assert model.blocks[1].training
+
+
 def check_cpu_decoder(model: Decoder, length: int, n_prompt: int) -> None:
     """Compare logits after the prompt with those of the full forward, with noise on every parameter."""
     ids = make_prompt(length=length)

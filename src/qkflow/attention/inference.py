@@ -1,7 +1,9 @@
-"""Mixin for modules that are prepared for inference from their current weights."""
+"""Inference: the mixin of modules that can be prepared for it, and eval mode as a context."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 from torch import nn
@@ -26,3 +28,15 @@ class PreparableModule(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.release_prepared()
         super()._load_from_state_dict(*args, **kwargs)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode for the duration of the block, then restore the mode of every module."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

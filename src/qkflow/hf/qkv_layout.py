@@ -8,14 +8,13 @@ weights can hide the effect.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qkflow.attention.inference import eval_mode
 from qkflow.attention.projections import HeadShapes
 from qkflow.errors import InputError
 
@@ -128,7 +127,7 @@ def _probe_attention(
     weight = next(model.parameters())
     device = "cpu" if weight.is_meta else weight.device  # meta: offloaded by accelerate
     try:
-        with _eval_mode(model):
+        with eval_mode(model):
             model(input_ids=torch.arange(1, 1 + n_tokens, device=device).unsqueeze(0))
     except _StopForward:
         return captured[0]
@@ -154,14 +153,3 @@ def _suggest_text_model(model: nn.Module) -> str:
     decoder = get() if callable(get) else None
     names = [name for name, module in model.named_modules() if module is decoder and name]
     return f"model.{names[0]}" if names else "model.language_model"
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

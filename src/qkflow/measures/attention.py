@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention import Attention
+from qkflow.attention.attention import attention_layers
+from qkflow.attention.inference import eval_mode
 from qkflow.models import Decoder
 
 MEASURES = ("entropy", "sink_mass", "spectral_gap", "effective_rank", "max_logit")
@@ -58,14 +60,10 @@ class LayerProbe:
 @torch.no_grad()
 def probe_attention(model: Decoder, ids: Tensor, *, keep_weights: bool = False) -> list[LayerProbe]:
     """Measure every layer of the token-rate path on windows of token ids (B, T)."""
-    training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         with capture_attention_inputs(model.blocks) as inputs:
             model.forward(ids)  # not model(ids): a compiled __call__ skips the hooks
         return [_probe_layer(layer, x, keep_weights) for layer, x in inputs.items()]
-    finally:
-        model.train(training)
 
 
 def summarize_probe(layers: list[LayerProbe]) -> dict[str, list[float]]:
@@ -87,7 +85,7 @@ def capture_attention_inputs(model: nn.Module) -> Iterator[dict[Attention, Tenso
         assert isinstance(layer, Attention)
         inputs[layer] = arguments[0]
 
-    hooks = [m.register_forward_pre_hook(capture) for m in model.modules() if isinstance(m, Attention)]
+    hooks = [layer.register_forward_pre_hook(capture) for layer in attention_layers(model)]
     try:
         yield inputs
     finally:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention import Attention
+from qkflow.attention.attention import attention_layers
 from qkflow.attention.projections import CollapsedOV, CollapsedQK, FactorizedOV, FactorizedQK
 from qkflow.measures.attention import capture_attention_inputs
 from qkflow.models import Decoder
@@ -43,7 +44,7 @@ def attention_modules(model: nn.Module) -> list[Attention]:
     """Return the attention layers of the token-rate path, in order."""
     blocks = getattr(model, "blocks", None)
     root = blocks if isinstance(blocks, nn.ModuleList) else model
-    return [module for module in root.modules() if isinstance(module, Attention)]
+    return attention_layers(root)
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qkflow.attention.inference import eval_mode
+
 if TYPE_CHECKING:
     from qkflow.data import EvalWindows
     from qkflow.models import Decoder
@@ -66,18 +68,14 @@ def evaluate_loss(
     from qkflow.models.loss import linear_cross_entropy
 
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
 
     def default_loss_sum(inputs: Tensor, targets: Tensor) -> Tensor:
         return linear_cross_entropy(model(inputs), model.output_weight, targets, reduction="sum")
 
     total = 0.0
-    try:
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            for inputs, targets in progress(windows):
-                batch = (torch.from_numpy(part).to(device) for part in (inputs, targets))
-                total += float((loss_sum or default_loss_sum)(*batch))
-    finally:
-        model.train(training)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    with eval_mode(model), torch.no_grad(), autocast:
+        for inputs, targets in progress(windows):
+            batch = (torch.from_numpy(part).to(device) for part in (inputs, targets))
+            total += float((loss_sum or default_loss_sum)(*batch))
     return EvalResult(total / windows.n_targets, windows.n_targets, windows.n_target_bytes)

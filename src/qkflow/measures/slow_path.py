@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qkflow.attention.inference import eval_mode
 from qkflow.models.slow_path.gate import Gate
 from qkflow.models.slow_path.path import SlowPath
 
@@ -51,12 +52,10 @@ def _relative_norms(
         shares.append(_to_float((gate.value * slow_output).norm() / x.norm()))
 
     hooks = [gate.register_forward_pre_hook(record) for gate in gates.values()]
-    training = model.training
     try:
-        model.eval()
-        model.forward(ids, document_ids=document_ids)  # not model(ids): a compiled __call__ skips the hooks
+        with eval_mode(model):
+            model.forward(ids, document_ids=document_ids)  # a compiled __call__ would skip the hooks
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return shares

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qkflow.attention import KVCache
 from qkflow.attention.attention import prepared_for_inference
+from qkflow.attention.inference import eval_mode
 from qkflow.errors import InputError
 from qkflow.models.cpu_decoder import CPUDecoder, PackedWeights
 from qkflow.models.decoder import Decoder
@@ -84,23 +85,18 @@ def generate(
     device = model.embedding.weight.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     sampler = Sampler(temperature, top_k, top_p, generator)
-    training = model.training
-    model.eval()
     tokens = [ids.to(device)]
     ended = torch.zeros(len(ids), dtype=torch.bool, device=device)
-    try:
-        with torch.inference_mode(), prepared_for_inference(model):
-            for token in _generate_tokens(model, tokens[0], max_new_tokens, sampler, attention_mask):
-                if eos_token_id is not None:
-                    token = token.masked_fill(ended, eos_token_id)
-                    ended = ended | (token == eos_token_id)
-                tokens.append(token[:, None])
-                if on_token is not None:
-                    on_token(token)
-                if eos_token_id is not None and ended.all():
-                    break
-    finally:
-        model.train(training)
+    with eval_mode(model), torch.inference_mode(), prepared_for_inference(model):
+        for token in _generate_tokens(model, tokens[0], max_new_tokens, sampler, attention_mask):
+            if eos_token_id is not None:
+                token = token.masked_fill(ended, eos_token_id)
+                ended = ended | (token == eos_token_id)
+            tokens.append(token[:, None])
+            if on_token is not None:
+                on_token(token)
+            if eos_token_id is not None and ended.all():
+                break
     return torch.cat(tokens, dim=1)  # outside of inference mode
 
 
