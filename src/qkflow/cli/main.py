@@ -17,7 +17,9 @@ from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.cli.commands, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "bench": ("bench", "bench", "time and memory of each coupling and scoring beside standard attention"),
+    "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
+    "report": ("report", "report", "rebuild the report of a comparison or pace study from its folder"),
+    "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
     "train": ("train", "train", "train one model, or resume its training"),
     "eval": (
         "evaluate",
@@ -26,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "generate": ("generate", "generate", "generate text with a trained model"),
     "probe": ("probe", "probe", "measure and draw the attention of a trained model"),
+    "bench": ("bench", "bench", "time and memory of each coupling and scoring beside standard attention"),
     "data list": ("data", "list_corpora", "list the built-in corpora"),
     "data describe": ("data", "describe", "statistics of a corpus: size, entropy, repetition"),
     "data prepare": ("data", "prepare", "tokenize a corpus into the cache"),
@@ -34,10 +37,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "scorings": ("registry", "scorings", "list the scorings"),
     "inits": ("registry", "inits", "list the parameter inits"),
     "config": ("registry", "config", "list the keys of a run's config.yaml: type, default, description"),
-    "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
-    "report": ("report", "report", "rebuild the report of a comparison or pace study from its folder"),
-    "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
-    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learned φ"),
     "pace flow": ("pace", "flow", "the reduced gradient flow of attention, in closed form"),
     "pace synthetic": (
         "pace",
@@ -46,6 +45,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "pace groups": ("pace_groups", "groups", "list the parameters of the query-key circuit of a model"),
     "pace study": ("pace_study", "study", "measure the effect of faster query-key learning on a real task"),
+    "timescale theory": ("timescale", "theory", "check the fast-slow limit: solvers, order in ε, learned φ"),
     "export": ("hf", "export", "convert a trained model to a transformers folder"),
     "import": ("hf", "import_model", "convert a transformers model to a qkflow folder"),
 }
