@@ -71,7 +71,7 @@ class CPUDecoder:
 
     @staticmethod
     def supports(model: Decoder) -> bool:
-        """Whether the model is on the CPU, in one dtype, of plain qkflow modules, without adapters or hooks."""
+        """Whether the model is on the CPU, in one dtype, and has plain qkflow modules without hooks."""
         dtype = model.embedding.weight.dtype
         blocks = [*model.blocks, *(model.slow.blocks if model.slow is not None else [])]
         return (
