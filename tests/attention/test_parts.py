@@ -13,6 +13,7 @@ from torch import nn
 from input_errors import raises_code
 from parts import scatter
 from qkflow.attention import Attention, RotaryEmbedding, merge
+from qkflow.attention.init import initialize
 from qkflow.attention.masks import build_mask, document_positions
 from qkflow.attention.rope import apply_rope
 from qkflow.models import Decoder, preset
@@ -171,11 +172,12 @@ def test_prepare_for_inference_is_explicit_and_undone_by_train(coupling: str) ->
     assert all(p.grad is not None for p in layer.qk.parameters())
 
 
-def test_loading_and_moving_release_the_prepared_projection() -> None:
+def test_loading_moving_and_init_release_the_prepared_projection() -> None:
     layer = Attention(16, 2, coupling="euler").eval()
     acts: tuple[Callable[[], object], ...] = (
         lambda: layer.load_state_dict(layer.state_dict()),
         layer.double,
+        lambda: initialize(layer, "fan_in", seed=1),
         lambda: copy.deepcopy(layer),
     )
     for act in acts:

@@ -154,3 +154,9 @@ def test_padding_embedding_is_zero() -> None:
 def test_unknown_init_is_refused() -> None:
     with raises_code("unknown-init"):
         hf.reinitialize(tiny("llama"), "gtp2")
+
+
+def test_reinitialize_releases_prepared_layers() -> None:
+    model: Any = hf.prepare_for_inference(hf.attach(tiny("llama").eval(), "euler", seed=0))
+    hf.reinitialize(model, "fan_in", seed=1)
+    assert all(layer.prepared_qk is None for _, layer in hf.named_coupled_layers(model))

@@ -206,9 +206,10 @@ class Attention(PreparableModule):
     def prepare_for_inference(self) -> Self:
         """Fuse the projections and the coupling's linear parts into one matmul, from the current weights.
 
-        Undone by `.train()`, by loading weights and by moving the module. Weights that are changed in any
-        other way afterwards are not detected: call this again. Layers with collapsed circuits, adapters,
-        hooks or a coupling in another dtype keep the regular forward.
+        Undone by `.train()`, by loading weights, by moving the module and by `initialize`. Weights that are
+        changed in any other way afterwards are not detected: call this again. Layers with collapsed circuits,
+        adapters, hooks, sharded or quantized weights, or a coupling in another dtype keep the regular
+        forward.
         """
         self.release_prepared()
         qk, ov = self.qk, self.ov
@@ -327,6 +328,7 @@ class Attention(PreparableModule):
             )
 
     def init_parameters(self, sampler: ParamSampler) -> None:
+        self.release_prepared()
         for norm in (self.q_norm, self.k_norm):
             if norm is not None:
                 nn.init.ones_(norm.weight)

@@ -22,6 +22,7 @@ from qkflow.hf.attention_layers import (
     find_attention_layers,
     linear_weight,
 )
+from qkflow.hf.coupled_layer import CoupledAttention
 from qkflow.hf.parameter_roles import RoleOverrides, infer_parameter_roles
 
 # matrices that write to the residual stream (the second half of a feed-forward)
@@ -82,6 +83,8 @@ def reinitialize(
         elif known[name] in ("mlp", "embed", "head") and parameter.dim() > 1:
             _reinit_matrix(model, name, parameter, ParamSampler(scheme, seed, n_layers, name))
     for layer, v, o in circuits:
+        if isinstance(layer.module, CoupledAttention):
+            layer.module.release_prepared()
         _reinit_attention(layer, v, o, ParamSampler(scheme, seed, n_layers, layer.name))
     after = {name: _std(parameter) for name, parameter in parameters.items()}
     return [
