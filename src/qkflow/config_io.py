@@ -114,9 +114,7 @@ def _coerce(value: Any, hint: Any, key_path: str) -> Any:
             return value
         if kind in (int, float) and not isinstance(value, bool):
             try:
-                if kind is float:
-                    return float(value)
-                return value if isinstance(value, int) else parse_count(value)
+                return float(value) if kind is float else _coerce_int(value)
             except (ValueError, TypeError, OverflowError):
                 continue
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
@@ -125,6 +123,13 @@ def _coerce(value: Any, hint: Any, key_path: str) -> Any:
         raise unknown(key_path, str(value), choices, code=f"unknown-{key}")
     expected = " or ".join(_describe_type(kind) for kind in kinds if kind is not type(None))
     raise InputError(f"{key_path} must be {expected}, not {value!r}", code="wrong-type")
+
+
+def _coerce_int(value: Any) -> int:
+    if isinstance(value, int):
+        return value
+    text = str(value)
+    return -parse_count(text[1:]) if text.startswith("-") else parse_count(text)
 
 
 def _describe_type(kind: Any) -> str:

@@ -116,6 +116,7 @@ def test_train_and_compare(
     (["--config", "old-key.yaml"], "renamed-key", "train.batch_size"),
     (["--config", "bad-section.yaml"], "unknown-section", "'train'"),
     (["--config", "binary.txt"], "config-not-text", "binary.txt"),
+    (["--config", "no-texts"], "config-not-text", "no-texts is a folder"),
     (["--set", "train.clipp=1"], "unknown-key", "'clip'"),
     (["--set", "train.batch=8"], "renamed-key", "train.batch_size"),
     (["--length", "8"], "renamed-flag", "--seq-len"),
@@ -125,6 +126,7 @@ def test_train_and_compare(
     (["--set", "model.n_heads=3"], "dim-not-divisible", "128"),
     (["--set", "train.clip=["], "invalid-yaml", "'['"),
     (["--set", "train.steps=2.5"], "wrong-type", "train.steps"),
+    (["--tokens", "-5"], "not-positive", "train.tokens"),
     (["--set", "train.compile=inducter"], "unknown-compile-backend", "'inductor'"),
 )
 def test_train(refused: Refused, flags: list[str], code: str | None, named: str) -> None:
@@ -136,6 +138,7 @@ def test_train(refused: Refused, flags: list[str], code: str | None, named: str)
     (["--variants", "euler:m=2"], "unknown-option", "'m'"),
     (["--variants", "euler++drift"], "variant-syntax", "'euler++drift'"),
     (["--variants", "euler@nowhere"], "unknown-init", "'nowhere'"),
+    (["--variants", "standard+pace=increasing:40"], "invalid-pace", "standard+pace=4"),
     (["--variants", ""], "no-variants", "--variants"),
     (["--seeds", "1"], "too-few-seeds", "--seeds 1"),
     (["--starts", "gpt2"], "renamed-flag", "--inits"),
@@ -156,6 +159,11 @@ def test_folder_that_cannot_be_written(refused: Refused) -> None:
 
 def test_flags_are_checked_before_the_model_is_read(refused: Refused) -> None:
     refused("generate", "nowhere", "--samples", "0", code="below-minimum")
+    assert "--tokens" in refused("generate", "nowhere", "--tokens", "0", code="below-minimum")
+    refused("generate", "nowhere", "--temperature", "nan", code="bad-temperature")
+    refused("generate", "nowhere", "--top-k", "0", code="bad-top-k")
+    refused("eval", "nowhere", "--tokens", "0", code="below-minimum")
+    refused("reproduce", "coupling", "--tokens", "many", code="invalid-count")
     refused("generate", "nowhere", "--seed", "9" * 23, code="seed-out-of-range")
     assert "--prompt" in refused("generate", "nowhere", "--prompt", "\udcff\udcfe", code="not-utf8")
     assert "--text" in refused("probe", "nowhere", "--text", "\udcff", code="not-utf8")
@@ -169,6 +177,23 @@ def test_model_that_does_not_exist(refused: Refused) -> None:
     assert "nobody/nothing" in refused("import", "nobody/nothing", "out", code="hub-unreachable")
     assert "./nowhere" in refused("import", "./nowhere", "out", code="model-not-found")
     assert "study.yaml" in refused("report", "nowhere", code="not-a-study")
+    assert "tiny" in refused("pace", "groups", "tinny", code="hub-unreachable")
+    assert "tiny" in refused("pace", "groups", "./nowhere", code="model-not-found")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--dim", "--n-heads", "--n-kv-heads", "--seq-len", "--batch-size", "--threads", "--rounds"]
+)
+def test_bench_counts_are_positive(refused: Refused, flag: str) -> None:
+    assert flag in refused("bench", "--level", "attention", flag, "0", code="not-positive")
+
+
+def test_operating_system_errors_have_a_code(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> int:
+        raise OSError(28, "No space left on device", "out/file")
+
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert "out/file" in refused("train", "out", code="os-error")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")

@@ -147,7 +147,8 @@ def main() -> None:
         if os.environ.get("QKFLOW_DEBUG"):
             raise
         path = f" ({error.filename})" if error.filename else ""
-        print(f"qkflow: {error.strerror or error}{path}", file=sys.stderr)
+        message = " ".join(str(error.strerror or error).split())
+        print(InputError(f"{message}{path}", code="os-error").to_line(), file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("qkflow: interrupted", file=sys.stderr)

@@ -149,7 +149,7 @@ def _from_fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return HuggingFaceTokenizer(tokenizer.backend_tokenizer, tokenizer.eos_token, added[0] if added else None)
 
 
-def _check_source_exists(source: str) -> None:
+def check_source_exists(source: str) -> None:
     """Raise if a folder or Hub name does not exist. The Hub client would retry for half a minute first."""
     if Path(source).is_dir():
         return
@@ -160,7 +160,7 @@ def _check_source_exists(source: str) -> None:
 
 
 def _load_transformers(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    _check_source_exists(source)
+    check_source_exists(source)
     _check_no_pickles(Path(source))
     with _silence_load_report():
         model, loading_info = _from_pretrained(

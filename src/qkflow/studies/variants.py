@@ -166,12 +166,6 @@ def _parse_component(component: str, variant: str, kinds: Mapping[str, str]) -> 
     if name not in kinds:
         raise unknown("variant", name, kinds)
     kind = kinds[name]
-    for option in options:
-        if not _OPTION.fullmatch(option):
-            raise InputError(
-                f"variant '{variant}': '{option}' is not an option: use e.g. {name}:n=7",
-                code="variant-option-syntax",
-            )
     if kind == "pace":
         pace = _canonical_positive(value)
         if pace is None or options:
@@ -180,6 +174,12 @@ def _parse_component(component: str, variant: str, kinds: Mapping[str, str]) -> 
                 code="invalid-pace",
             )
         return kind, pace
+    for option in options:
+        if not _OPTION.fullmatch(option):
+            raise InputError(
+                f"variant '{variant}': '{option}' is not an option: use e.g. {name}:n=7",
+                code="variant-option-syntax",
+            )
     if value is not None:
         raise InputError(
             f"variant '{variant}': options follow a colon, e.g. {name}:n={value}",

@@ -156,6 +156,8 @@ class RunConfig:
             raise InputError(
                 f"{path} does not exist: pass the folder of a run, or a config", code="config-not-found"
             ) from None
+        except IsADirectoryError:
+            raise InputError(f"{path} is a folder: pass its config.yaml", code="config-not-text") from None
         except UnicodeDecodeError:
             raise InputError(f"{path} is not a text file", code="config-not-text") from None
         except yaml.YAMLError as error:

@@ -76,9 +76,19 @@ def bench(
             (docs/results/ablation.json gives docs/ablation.md).
         json: print one JSON object instead of tables.
     """
+    counts = {
+        "--dim": dim,
+        "--n-heads": n_heads,
+        "--n-kv-heads": n_kv_heads,
+        "--seq-len": seq_len,
+        "--batch-size": batch_size,
+        "--threads": threads,
+        "--rounds": rounds,
+    }
+    for flag, value in counts.items():
+        if value is not None and value < 1:
+            raise InputError(f"{flag} must be at least 1, not {value}", code="not-positive")
     if threads is not None:
-        if threads < 1:
-            raise InputError(f"--threads must be at least 1, not {threads}", code="bad-threads")
         torch.set_num_threads(threads)
     if not ablate and (clock != "wall" or save is not None):
         raise InputError("--clock and --save need --ablate", code="ablate-only-option")

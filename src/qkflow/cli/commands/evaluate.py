@@ -118,6 +118,8 @@ def evaluate_corpus(
     from qkflow.training.pretrained import load_model, tokenizer_spec, trained_seq_len
 
     limit = None if tokens is None else parse_count(tokens)
+    if limit == 0:
+        raise InputError("--tokens must be at least 1, not 0", code="below-minimum")
     decoder, _ = load_model(model, device=device)
     token_set = prepare(corpus, tokenizer_spec(model))
     splits = SPLITS if split == "all" else (split,)

@@ -50,14 +50,17 @@ def generate(
     """
     import torch
 
+    from qkflow.models.generate import Sampler
     from qkflow.models.generate import generate as continue_ids
     from qkflow.system import resolve_device
     from qkflow.training.pretrained import load_model
     from qkflow.training.worker import configure_process
 
     check_utf8("--prompt", prompt)
-    if samples < 1:
-        raise InputError(f"--samples must be at least 1, not {samples}", code="below-minimum")
+    for flag, value in (("--samples", samples), ("--tokens", tokens)):
+        if value < 1:
+            raise InputError(f"{flag} must be at least 1, not {value}", code="below-minimum")
+    Sampler(temperature, top_k, top_p)  # reports a wrong value before anything is printed
     if seed is not None:
         check_seed("--seed", seed)
     configure_process(threads)

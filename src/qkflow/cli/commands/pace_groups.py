@@ -91,11 +91,15 @@ def load_meta_model(name: str) -> nn.Module:
     require_transformers(f"opening '{name}', which is not a preset,")
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-    from qkflow.hf.pretrained import is_run_dir
+    from qkflow.hf.pretrained import check_source_exists, is_run_dir
     from qkflow.training.pretrained import load_model
 
     if is_run_dir(Path(name)):
         return load_model(name)[0]
+    try:
+        check_source_exists(name)
+    except InputError as error:
+        raise InputError(f"not a preset ({', '.join(PRESETS)}): {error}", code=error.code) from None
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         causal = type(config) in AutoModelForCausalLM._model_mapping

@@ -55,18 +55,19 @@ def reproduce(
         out: folder of the study (default: runs/STUDY).
         json: print all findings as one JSON object on stdout.
     """
-    exit_codes = [0]
+    paper = get_paper_study(study)
+    exit_codes: list[int] = []
 
     def print_stage(stage: Stage, comparison: Comparison, findings: dict[str, Any]) -> None:
         exit_codes.append(0 if comparison.is_complete else 1)
         if not json:
+            if len(exit_codes) == 1:
+                console.out.print(f"{paper.paper}: {paper.claim}", markup=False, highlight=False)
             console.out.rule(f"{study}, {stage.name}")
             print_comparison(comparison, json=False)
             for sentence in findings.get("sentences", []):
                 console.out.print(f"• {sentence}", markup=False, highlight=False)
 
-    paper = get_paper_study(study)
-    console.err.print(f"{paper.paper}: {paper.claim}", markup=False, highlight=False)
     execution = {name: settings.pop(name) for name in _EXECUTION_OPTIONS}
     try:
         findings = reproduce_paper(
