@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -95,6 +96,11 @@ def test_flag_that_a_command_still_has_is_not_renamed() -> None:
     def command(*, start: int = 0, init: int = 0) -> None: ...
 
     cli.check_renamed_flags(["--start", "1"], command)
+
+
+def test_import_of_the_old_hub_package_names_the_new_one() -> None:
+    with pytest.raises(ImportError, match="from qkflow import hf"):
+        importlib.import_module("qkflow").hub  # noqa: B018
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -85,6 +85,7 @@ SOURCE_ONLY = {
 
 
 ALLOWED = {
+    ("src/qkflow/__init__.py", "qkflow.hub"),  # the error for the old name
     ("src/qkflow/cli/main.py", "--start"),  # renamed options
     ("src/qkflow/cli/main.py", "--starts"),
     ("src/qkflow/config_io.py", "head_size"),  # renamed keys

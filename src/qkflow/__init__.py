@@ -26,4 +26,6 @@ def __getattr__(name: str) -> Any:
         from qkflow import attention
 
         return getattr(attention, name)
+    if name == "hub":
+        raise ImportError("qkflow.hub was renamed: write from qkflow import hf")
     raise AttributeError(f"module 'qkflow' has no attribute '{name}'")
