@@ -226,3 +226,8 @@ def test_refused_merge_leaves_the_model_unchanged() -> None:
 def test_nonlinear_couplings_do_not_merge() -> None:
     with raises_code("merge-not-linear"):
         Attention(16, 2, coupling="euler").merge()
+
+
+def test_prepare_for_inference_needs_eval_mode() -> None:
+    with raises_code("not-in-eval-mode"):
+        Attention(16, 2, coupling="euler").prepare_for_inference()

@@ -57,7 +57,7 @@ metric_list:
 
 
 def expected(logits_of: object, tokenizer: object) -> float:
-    """The harness's accuracy by hand: the choice whose tokens are likelier."""
+    """Return the accuracy of the harness, computed directly: the choice with the more probable tokens."""
     right = 0
     for row in QUESTIONS:
         scores = []

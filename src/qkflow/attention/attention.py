@@ -211,6 +211,7 @@ class Attention(PreparableModule):
         adapters, hooks, sharded or quantized weights, or a coupling in another dtype keep the regular
         forward.
         """
+        self.check_eval_mode()
         self.release_prepared()
         qk, ov = self.qk, self.ov
         if not (isinstance(qk, FactorizedQK) and isinstance(ov, FactorizedOV)):

@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from torch import nn
 
+from qkflow.errors import InputError
+
 
 class PreparableModule(nn.Module):
     """A module that drops its inference preparation on `.train()`, when it is moved and when weights load."""
@@ -15,6 +17,13 @@ class PreparableModule(nn.Module):
     def release_prepared(self) -> None:
         """Drop what `prepare_for_inference` built."""
         raise NotImplementedError
+
+    def check_eval_mode(self) -> None:
+        """Raise in training mode: an optimizer step would leave the prepared weights stale."""
+        if self.training:
+            raise InputError(
+                "prepare_for_inference() needs eval mode: call .eval() first", code="not-in-eval-mode"
+            )
 
     def train(self, mode: bool = True) -> Self:
         if mode:

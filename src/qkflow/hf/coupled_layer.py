@@ -75,6 +75,7 @@ class CoupledAttention(PreparableModule):
         A coupling that is the identity is skipped: the original forward runs. Layers whose projections are
         fused, adapted, hooked, or of another dtype than the coupling keep the regular forward.
         """
+        self.check_eval_mode()
         self.release_prepared()
         coupling = self.coupling
         if not isinstance(coupling, Coupling) or not can_fuse(coupling):
