@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from qkflow.studies.analysis import RunData, analyze
+from qkflow.studies.analysis import analyze
+from qkflow.studies.run_data import RunData
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.grid import build_grid
 from qkflow.studies.plan import StudyPlan

@@ -16,7 +16,7 @@ from qkflow.report.tables import format_number
 from qkflow.studies.stats import PairedDifference, perplexity_percent_change
 
 if TYPE_CHECKING:
-    from qkflow.studies.analysis import RunData
+    from qkflow.studies.run_data import RunData
     from qkflow.studies.results import ArmSummary, StudySummary
 
 REFERENCE_COLOR = "#808080"

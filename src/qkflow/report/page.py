@@ -13,12 +13,12 @@ from qkflow.studies.results import StudySummary, Verdict
 if TYPE_CHECKING:
     from jinja2 import Template
 
-    from qkflow.studies.analysis import RunData
+    from qkflow.studies.run_data import RunData
 
 _BADGES = {
     Verdict.HELPS: "▼",
     Verdict.HURTS: "▲",
-    Verdict.NO_EVIDENCE: "≈",
+    Verdict.UNDECIDED: "≈",
     Verdict.NO_VERDICT: "?",
     Verdict.REFERENCE: "=",
 }

@@ -12,7 +12,7 @@ from qkflow.studies.results import StudySummary, Verdict
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qkflow.studies.analysis import RunData
+    from qkflow.studies.run_data import RunData
     from qkflow.studies.stats import PairedDifference
 
 _SCIENTIFIC_FROM = 1e9  # larger numbers are shown in scientific notation

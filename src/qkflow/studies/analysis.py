@@ -3,253 +3,201 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from qkflow.measures.language import perplexity
-from qkflow.studies import verdicts
+from qkflow.studies import sentences, verdicts
+from qkflow.studies.blocked import blocked_differences
+from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.design import SeedDesign, Verdict
+from qkflow.studies.grid import NOISE_FLOOR_SEED
 from qkflow.studies.plan import PlannedArm, StudyPlan
+from qkflow.studies.power import detectable_effect, pooled_sd
 from qkflow.studies.results import (
+    AddedArm,
     ArmSummary,
-    ChoiceOfInit,
     Cost,
     FailedRun,
     InitSummary,
     LrSearch,
     LrTrial,
+    Metric,
+    NoiseFloor,
+    Power,
     RunCounts,
     StudySummary,
 )
-from qkflow.studies.runner.study_dir import StudyDir
-from qkflow.studies.stats import (
-    PairedDifference,
-    first_crossing,
-    mean_curve,
-    paired_difference,
-    perplexity_percent_change,
-    variance_ratio,
-)
+from qkflow.studies.run_data import RunData, mean_finite, model_name, model_throughputs
+from qkflow.studies.screening import CellData, Screening, differences, paired_losses, screen
+from qkflow.studies.stats import first_crossing, mean_curve, paired_difference, variance_ratio
 
-THROUGHPUT_QUANTILE = 0.9  # of the logged tokens per second of a run
+JUDGED_PHASES = ("screen", "compare", "noise")
 
 
-@dataclass(frozen=True)
-class RunData:
-    """One run as read from its folder."""
+def analyze(plan: StudyPlan, runs: Sequence[RunData], pilot_sd: float | None = None) -> StudySummary:
+    """Summarize a study: the best init of every arm, paired differences, costs and verdicts.
 
-    id: str
-    phase: str
-    cell: str
-    seed: int
-    lr: float
-    tokens: int
-    result: dict[str, Any] | None
-    metrics: dict[str, list[dict[str, Any]]]
-    last_log_line: str = ""
-
-    @property
-    def loss(self) -> float | None:
-        """The final validation loss; None unless the run finished with a finite one."""
-        if self.result is None or self.result.get("status") != "finished":
-            return None
-        return _finite_or_none(self.result.get("loss"))
-
-    @property
-    def status(self) -> str:
-        if self.result is None:
-            return "not finished"
-        return "finished" if self.loss is not None else "failed"
-
-    @property
-    def error(self) -> str:
-        return str((self.result or {}).get("error") or self.last_log_line or "no finite loss")
-
-    def throughput(self) -> float | None:
-        """Return tokens per second, as a high quantile: pauses and a shared CPU core must not count."""
-        rows = self.metrics.get("train", [])
-        speeds = [speed for row in rows if (speed := _finite_or_none(row.get("tokens_per_second")))]
-        return float(np.quantile(speeds, THROUGHPUT_QUANTILE)) if speeds else None
-
-    def curve(self) -> list[tuple[float, float, float, float]]:
-        """Return (step, tokens, seconds, loss) of every evaluation; seconds follow from `throughput`."""
-        speed = self.throughput()
-        rows = []
-        for row in self.metrics.get("eval", []):
-            step, *values = (_finite_or_none(row.get(name)) for name in ("step", "tokens", "seconds", "loss"))
-            tokens, seconds, loss = values
-            if step is not None and tokens is not None and seconds is not None and loss is not None:
-                rows.append((step, tokens, tokens / speed if speed else seconds, loss))
-        return rows
-
-
-def load_runs(study_dir: StudyDir, plan: StudyPlan) -> list[RunData]:
-    """Read every planned run; metrics only of the runs that are compared."""
-    runs = []
-    for planned in plan.runs:
-        run = study_dir.run_dir(planned.id)
-        metrics = run.metrics() if planned.phase == "compare" else {}
-        runs.append(
-            RunData(
-                **asdict(planned), result=run.result(), metrics=metrics, last_log_line=run.last_log_line()
-            )
-        )
-    return runs
-
-
-@dataclass
-class CellData:
-    """The finished runs of one cell, by seed."""
-
-    name: str
-    init: str
-    same_init_baseline: str
-    runs: dict[int, RunData] = field(default_factory=dict)
-
-    def losses(self, seeds: Iterable[int]) -> list[float]:
-        return [loss for seed in seeds if (loss := self.runs[seed].loss) is not None]
-
-    def sort_key(self, seeds: Iterable[int] | None = None) -> tuple[int, float]:
-        """Key to minimize: a cell with diverged seeds never ranks above one without."""
-        losses = self.losses(self.runs if seeds is None else [s for s in seeds if s in self.runs])
-        return -len(losses), float(np.mean(losses)) if losses else math.inf
-
-
-def best_cell(cells: Sequence[CellData], seeds: Iterable[int] | None = None) -> CellData:
-    """Return the cell with the lowest mean final loss over `seeds` (default: all)."""
-    chosen = None if seeds is None else list(seeds)
-    return min(cells, key=lambda cell: cell.sort_key(chosen))
-
-
-def common_seeds(a: CellData, b: CellData) -> list[int]:
-    return sorted(a.runs.keys() & b.runs.keys())
-
-
-def model_throughputs(runs: Iterable[RunData]) -> dict[str, float]:
-    """Return tokens per second by model, of its fastest run: init and seed do not change the speed."""
-    speeds: dict[str, float] = {}
-    for run in runs:
-        model = _model_name(run.cell)
-        speeds[model] = max(speeds.get(model, 0.0), run.throughput() or 0.0)
-    return {model: speed for model, speed in speeds.items() if speed}
-
-
-def _model_name(cell: str) -> str:
-    """Return the part of a cell's name before its init."""
-    return cell.partition("@")[0]
-
-
-def analyze(plan: StudyPlan, runs: Sequence[RunData]) -> StudySummary:
-    """Summarize a study: the best init of every arm, paired differences, costs and verdicts."""
-    config, compared = plan.config, [run for run in runs if run.phase == "compare"]
-    cells_by_arm = [_cell_data(arm, compared) for arm in plan.arms]
+    `pilot_sd` is the standard deviation of paired differences in another study, for the power before the
+    first run.
+    """
+    config, design, metric = plan.config, plan.config.seed_design(), plan.metric
+    judged = [run for run in runs if run.phase == "compare"]
+    cells_by_arm = [_cell_data(arm, runs, metric) for arm in plan.arms]
     cells_by_name = {cell.name: cell for cells in cells_by_arm for cell in cells}
-    standard = cells_by_arm[0]
-    reference = best_cell(standard)
-    speeds = model_throughputs(compared)
+    runs_by_cell: dict[str, dict[int, RunData]] = {}
+    for run in judged:
+        if run.loss is not None:
+            runs_by_cell.setdefault(run.cell, {})[run.seed] = run
+    pool = screen(cells_by_arm[0])
+    speeds = model_throughputs(judged)
     arms = []
     for arm, cells in zip(plan.arms, cells_by_arm, strict=True):
-        result = _arm_summary(arm, cells, cells_by_name, config.confidence)
+        screening = screen(cells)
+        leader_runs = runs_by_cell.get(screening.leader.name, {})
+        result = _arm_summary(arm, cells, screening, cells_by_name, leader_runs, design)
         if arm.role != "reference":
-            result = _compare_to_reference(result, best_cell(cells), reference, speeds, config.confidence)
-            result = replace(result, choice_of_init=_choice_of_init(cells, standard))
+            reference_runs = runs_by_cell.get(pool.leader.name, {})
+            result = _compare_to_reference(result, screening, pool, design)
+            result = _cost_to_target(result, leader_runs, reference_runs, speeds)
         arms.append(result)
-    first, *variants = verdicts.judge(arms, config)
+    first, *variants = verdicts.judge(_with_blocked(arms, config.confidence), config, design, metric)
     summary = StudySummary(
         config=config,
         command=plan.command,
-        reference=first if reference.runs else None,
+        reference=first if pool.leader.judged else None,
         variants=tuple(variants),
-        runs=_count_runs(compared),
+        runs=_count_runs([run for run in runs if run.phase in JUDGED_PHASES]),
+        metric=metric,
+        noise_floor=_noise_floor(pool.leader, runs, metric, design),
+        power=_power(variants, config, design, pilot_sd),
+        planned_at=plan.created_at,
+        added_arms=tuple(
+            AddedArm(arm.name, arm.added_at, arm.runs_before) for arm in plan.arms if arm.runs_before
+        ),
         learning_rates=_lr_searches(runs),
-        environment=_merge_environments(compared),
+        environment=_merge_environments(judged),
     )
-    return replace(summary, notes=tuple(_notes(summary)), headline=verdicts.headline(summary))
+    return replace(summary, notes=tuple(_notes(summary)), headline=sentences.headline(summary))
 
 
-def _cell_data(arm: PlannedArm, runs: Sequence[RunData]) -> list[CellData]:
+def _cell_data(arm: PlannedArm, runs: Sequence[RunData], metric: Metric) -> list[CellData]:
     cells = []
-    for cell in arm.cells:
-        finished = {run.seed: run for run in runs if run.cell == cell.name and run.loss is not None}
-        cells.append(CellData(cell.name, cell.init, cell.same_init_baseline, finished))
+    for planned in arm.cells:
+        own = [run for run in runs if run.cell == planned.name]
+        scores = [(run.phase, run.seed, run.score(metric)) for run in own]
+        screened, judged = (
+            {seed: score for at, seed, score in scores if at == phase and score is not None}
+            for phase in ("screen", "compare")
+        )
+        lr = next((run.lr for run in own if run.phase in ("screen", "compare")), None)
+        baseline = planned.same_init_baseline
+        cells.append(CellData(planned.name, planned.init, baseline, planned.variant, lr, screened, judged))
     return cells
 
 
 def _arm_summary(
-    arm: PlannedArm, cells: Sequence[CellData], cells_by_name: Mapping[str, CellData], confidence: float
+    arm: PlannedArm,
+    cells: Sequence[CellData],
+    screening: Screening,
+    cells_by_name: Mapping[str, CellData],
+    runs: Mapping[int, RunData],
+    design: SeedDesign,
 ) -> ArmSummary:
     """Summarize an arm on its own, without the reference."""
-    best = best_cell(cells)
-    finished = [best.runs[seed] for seed in sorted(best.runs)]
+    leader = screening.leader
+    finished = [runs[seed] for seed in sorted(runs)]
     results = [run.result or {} for run in finished]
-    loss = _mean_finite([run.loss for run in finished])
-    per_token = _mean_finite([result.get("flops_per_token") for result in results])
-    tokens = _mean_finite([result.get("tokens") for result in results])
+    loss = mean_finite([run.loss for run in finished])
+    per_token = mean_finite([result.get("flops_per_token") for result in results])
+    tokens = mean_finite([result.get("tokens") for result in results])
     cost = Cost(
         tokens=tokens,
         flops=None if per_token is None or tokens is None else per_token * tokens,
-        seconds=_mean_finite([result.get("seconds") for result in results]),
-        step_seconds=_mean_finite([result.get("step_seconds") for result in results]),
+        seconds=mean_finite([result.get("seconds") for result in results]),
+        step_seconds=mean_finite([result.get("step_seconds") for result in results]),
         peak_memory_bytes=max((r.get("peak_memory_bytes") or 0 for r in results), default=0) or None,
         parameters=results[0].get("parameters") if results else None,
     )
     return ArmSummary(
-        variant=arm.name,
+        variant=leader.variant if arm.role == "reference" and leader.variant else arm.name,
         role=arm.role,
-        best_init=best.init,
-        cell=best.name,
-        seeds=tuple(run.seed for run in finished),
+        best_init=leader.init,
+        cell=leader.name,
+        seeds=tuple(sorted(leader.judged)),
         lr=finished[0].lr if finished else None,
         loss=loss,
-        loss_by_seed=tuple(best.losses(sorted(best.runs))),
+        loss_by_seed=tuple(leader.judged[seed] for seed in sorted(leader.judged)),
         perplexity=None if loss is None else perplexity(loss),
-        bits_per_byte=_mean_finite([result.get("bits_per_byte") for result in results]),
+        bits_per_byte=mean_finite([result.get("bits_per_byte") for result in results]),
         cost=cost,
         by_init=tuple(
-            _init_summary(cell, cells_by_name.get(cell.same_init_baseline), confidence) for cell in cells
+            _init_summary(cell, cells_by_name.get(cell.same_init_baseline), cell in screening.racing, design)
+            for cell in cells
         ),
     )
 
 
-def _init_summary(cell: CellData, baseline: CellData | None, confidence: float) -> InitSummary:
-    """Summarize one init, with the paired difference to the standard model of the same init."""
-    loss = _mean_finite([run.loss for run in cell.runs.values()])
+def _init_summary(
+    cell: CellData, baseline: CellData | None, in_race: bool, design: SeedDesign
+) -> InitSummary:
+    """Summarize one init on its screening seeds (else judged ones), against standard with the same init."""
+    losses = cell.screened or cell.judged
+    loss = mean_finite(list(losses.values()))
     difference = None
     if baseline is not None and baseline.name != cell.name:
-        difference = _difference(cell, baseline, confidence)
+        pair = paired_losses(losses, baseline.screened or baseline.judged)
+        difference = paired_difference(*pair, design.confidence) if pair[0] else None
     return InitSummary(
         init=cell.init,
         cell=cell.name,
         against=cell.same_init_baseline,
-        seeds=tuple(sorted(cell.runs)),
-        lr=next((run.lr for run in cell.runs.values()), None),
+        seeds=tuple(sorted(losses)),
+        lr=cell.lr,
         loss=loss,
         perplexity=None if loss is None else perplexity(loss),
         same_init_difference=difference,
+        in_race=in_race,
     )
 
 
-def _difference(cell: CellData, reference: CellData, confidence: float) -> PairedDifference | None:
-    seeds = common_seeds(cell, reference)
-    return paired_difference(cell.losses(seeds), reference.losses(seeds), confidence) if seeds else None
-
-
 def _compare_to_reference(
-    arm: ArmSummary, cell: CellData, reference: CellData, throughputs: Mapping[str, float], confidence: float
+    arm: ArmSummary, screening: Screening, pool: Screening, design: SeedDesign
 ) -> ArmSummary:
-    """Add the paired difference, the variance ratio, and the cost of reaching the reference's final loss."""
-    seeds = common_seeds(cell, reference)
+    """Add the difference of the leaders, with p-values that hold for all cells in the race."""
+    pair = paired_losses(screening.leader.judged, pool.leader.judged)
+    if not pair[0]:
+        return arm
+    own = {cell.name for cell in screening.racing}
+    rivals = [cell for cell in pool.rivals if cell.name not in own]
+    difference = design.difference(
+        *pair,
+        leader=[-d for d in differences(rivals, screening.leader)],
+        cells=differences(screening.rivals, pool.leader),
+    )
+    ratio = variance_ratio(*pair, design.confidence)
+    return replace(arm, difference=difference, seed_variance_ratio=ratio)
+
+
+def _cost_to_target(
+    arm: ArmSummary,
+    runs: Mapping[int, RunData],
+    reference_runs: Mapping[int, RunData],
+    throughputs: Mapping[str, float],
+) -> ArmSummary:
+    """Add the cost of reaching the reference's final loss, from the mean curves of common seeds."""
+    seeds = sorted(runs.keys() & reference_runs.keys())
     if not seeds:
         return arm
-    target = float(np.mean(reference.losses(seeds)))
-    curve = mean_curve([cell.runs[seed].curve() for seed in seeds])
-    reference_curve = mean_curve([reference.runs[seed].curve() for seed in seeds])
+    curve = mean_curve([runs[seed].curve() for seed in seeds])
+    reference_curve = mean_curve([reference_runs[seed].curve() for seed in seeds])
+    target = reference_curve[-1][3] if reference_curve else -math.inf
     reached = first_crossing([row[1] for row in curve], [row[3] for row in curve], target)
     budget = reference_curve[-1][1] if reference_curve else 0
     tokens = reached / budget if reached is not None and budget > 0 else None
-    speed, reference_speed = (throughputs.get(_model_name(each.name)) for each in (cell, reference))
+    models = (model_name(each[seeds[0]].cell) for each in (runs, reference_runs))
+    speed, reference_speed = (throughputs.get(model) for model in models)
     ratio = reference_speed / speed if speed and reference_speed else None
     cost = replace(
         arm.cost,
@@ -257,33 +205,50 @@ def _compare_to_reference(
         seconds_to_target=None if tokens is None or ratio is None else tokens * ratio,
         step_time_ratio=ratio,
     )
-    return replace(
-        arm,
-        cost=cost,
-        difference=_difference(cell, reference, confidence),
-        seed_variance_ratio=variance_ratio(cell.losses(seeds), reference.losses(seeds), confidence),
-    )
+    return replace(arm, cost=cost)
 
 
-def _choice_of_init(cells: Sequence[CellData], standard: Sequence[CellData]) -> ChoiceOfInit | None:
-    """Return the mean difference with the inits of each seed chosen on the *other* seeds.
+def _with_blocked(arms: Sequence[ArmSummary], confidence: float) -> list[ArmSummary]:
+    """Add the blocked analysis, over the seeds that all arms with runs have."""
+    included = [i for i, arm in enumerate(arms) if arm.seeds and (i == 0 or arm.cell != arms[0].cell)]
+    result = list(arms)
+    if 0 not in included or len(included) < 2:
+        return result
+    seeds = sorted(set.intersection(*(set(arms[i].seeds) for i in included)))
+    losses = [[arms[i].losses[seed] for seed in seeds] for i in included]
+    blocked = blocked_differences(losses, [arms[i].best_init for i in included], confidence)
+    for i, difference in zip(included[1:], blocked, strict=True):
+        result[i] = replace(arms[i], blocked=difference)
+    return result
 
-    The best init is chosen on the same seeds that the variant is judged by, which favors it a little. Where
-    the leave-one-out choice is the same for every seed, it does not.
-    """
-    all_cells = [*cells, *standard]
-    seeds = sorted(set.intersection(*(set(cell.runs) for cell in all_cells))) if all_cells else []
-    if len(seeds) < 2:
+
+def _noise_floor(
+    reference: CellData, runs: Sequence[RunData], metric: Metric, design: SeedDesign
+) -> NoiseFloor | None:
+    """Return the reference against its A/A runs, in the order of their seeds."""
+    repeats = {
+        run.seed: score
+        for run in runs
+        if run.phase == "noise" and run.cell == reference.name and (score := run.score(metric)) is not None
+    }
+    shifted = {seed - NOISE_FLOOR_SEED: score for seed, score in repeats.items()}
+    pair = paired_losses(shifted, reference.judged)
+    if not pair[0]:
         return None
-    losses, base_losses, choices = [], [], set()
-    for seed in seeds:
-        others = [s for s in seeds if s != seed]
-        pick, base = best_cell(cells, others), best_cell(standard, others)
-        losses += pick.losses([seed])
-        base_losses += base.losses([seed])
-        choices.add((pick.name, base.name))
-    mean = float((np.asarray(losses) - np.asarray(base_losses)).mean())
-    return ChoiceOfInit(len(choices) == 1, mean, perplexity_percent_change(mean))
+    return NoiseFloor(reference.name, paired_difference(*pair, design.confidence))
+
+
+def _power(
+    arms: Sequence[ArmSummary], config: ComparisonConfig, design: SeedDesign, pilot_sd: float | None
+) -> Power | None:
+    if not config.verdict:
+        return None
+    tested = [arm for arm in arms if arm.verdict != Verdict.REFERENCE]
+    sds = [arm.difference.sd for arm in tested if arm.difference and arm.difference.sd]
+    seeds = max(design.looks, default=config.n_seeds)
+    sd, source = (pooled_sd(sds), "this study") if sds else (pilot_sd, "the pilot study")
+    effect = detectable_effect(design, seeds, len(tested))
+    return Power(seeds, len(tested), effect, sd, source if sd is not None else "not known yet")
 
 
 def _count_runs(runs: Sequence[RunData]) -> RunCounts:
@@ -332,13 +297,6 @@ def _notes(summary: StudySummary) -> list[str]:
     for run in runs.failed:
         errors.setdefault(run.error, []).append(f"{run.cell} seed {run.seed}")
     notes += [f"Failed: {', '.join(names)}: {error}" for error, names in errors.items()]
-    choices = {arm.variant: arm.choice_of_init for arm in summary.variants}
-    unstable = [name for name, choice in choices.items() if choice and not choice.stable]
-    if unstable:
-        notes.append(
-            f"Which init is best depends on the seeds for {', '.join(unstable)} or the reference; "
-            "choice_of_init is the mean difference with inits chosen on the other seeds."
-        )
     edges = [search.cell for search in summary.learning_rates if search.at_edge]
     if edges:
         notes.append(f"The best learning rate is at the edge of the grid for {', '.join(edges)}: widen it.")
@@ -351,12 +309,3 @@ def _notes(summary: StudySummary) -> list[str]:
             "bootstrap has little to resample: it tends to be too narrow."
         )
     return notes
-
-
-def _mean_finite(values: Iterable[float | None]) -> float | None:
-    finite = [number for value in values if (number := _finite_or_none(value)) is not None]
-    return float(np.mean(finite)) if finite else None
-
-
-def _finite_or_none(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

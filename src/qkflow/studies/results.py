@@ -9,49 +9,70 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
+from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.design import Verdict
 from qkflow.studies.plan import Role
-from qkflow.studies.stats import PairedDifference, VarianceRatio
+from qkflow.studies.stats import PairedDifference, VarianceRatio, perplexity_percent_change
 
-
-class Verdict(StrEnum):
-    """The outcome for one arm; `verdicts.judge` decides it."""
-
-    HELPS = "helps"
-    HURTS = "hurts"
-    NO_EVIDENCE = "no evidence"
-    NO_VERDICT = "no verdict"
-    REFERENCE = "reference"
+Metric = Literal["perplexity", "bits per byte"]
 
 
 @dataclass(frozen=True)
 class CorrectedDifference(PairedDifference):
-    """A paired difference that was tested together with others."""
+    """A paired difference that was tested together with others; p-values after Holm's correction."""
 
-    p_holm: float | None  # p after Holm's correction; None for one pair
+    p_holm: float | None = field(kw_only=True)  # None for one pair
+    p_equivalent_holm: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
 class ControlDifference(CorrectedDifference):
-    """Difference of a variant to a control, with its own verdict and the control's against the reference."""
+    """Difference of a variant to a control, with its own verdict and the control's against the reference.
 
-    verdict: Verdict
-    control_verdict: Verdict
+    `p_noninferior`: one-sided test that the control is worse than the variant by less than the margin.
+    """
+
+    verdict: Verdict = field(kw_only=True)
+    control_verdict: Verdict = field(kw_only=True)
+    p_noninferior: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
-class ChoiceOfInit:
-    """Leave-one-out check of the choice of inits: for each seed, both inits are chosen on the other seeds.
+class NoiseFloor:
+    """The A/A arm: the reference against itself with other inits and batch orders.
 
-    These differences are not independent (any two share all but one of the seeds that chose), so there is
-    no p-value and no interval.
+    `difference` is what seeds alone do to it. It is not zero in general, and it is not paired.
     """
 
-    stable: bool  # the same inits were chosen for every seed
-    mean: float
-    percent: float | None  # of perplexity
+    cell: str
+    difference: PairedDifference
+
+
+@dataclass(frozen=True)
+class Power:
+    """The smallest effect the study can show with 80% power, in percent of perplexity."""
+
+    seeds: int
+    n_comparisons: int
+    detectable_sd: float  # in standard deviations of the paired differences
+    sd: float | None  # of the paired differences, pooled over arms; None: not known yet
+    source: str  # where `sd` comes from
+
+    @property
+    def detectable_percent(self) -> float | None:
+        return None if self.sd is None else perplexity_percent_change(self.sd * self.detectable_sd)
+
+
+@dataclass(frozen=True)
+class AddedArm:
+    """An arm that joined after the plan was fixed."""
+
+    variant: str
+    added_at: str
+    runs_before: int  # finished runs of the study at that time
 
 
 @dataclass(frozen=True)
@@ -81,11 +102,15 @@ class InitSummary:
     loss: float | None
     perplexity: float | None
     same_init_difference: PairedDifference | None
+    in_race: bool = True  # trained on the judged seeds too, or clearly worse than the best init
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One variant at its best init, compared with the reference."""
+    """One variant at its best init, compared with the reference.
+
+    `by_init` is measured on the screening seeds, which chose the best init; all else on the judged seeds.
+    """
 
     variant: str
     role: Role
@@ -101,7 +126,8 @@ class ArmSummary:
     by_init: tuple[InitSummary, ...] = ()
     difference: PairedDifference | None = None
     seed_variance_ratio: VarianceRatio | None = None
-    choice_of_init: ChoiceOfInit | None = None
+    blocked: BlockedDifference | None = None
+    seeds_to_decide: int | None = None  # of an undecided arm, in all; None: more than are reasonable
     verdict: Verdict = Verdict.NO_VERDICT
     against_controls: Mapping[str, ControlDifference] = field(default_factory=dict)
     sentence: str = ""
@@ -123,7 +149,7 @@ class ArmSummary:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ArmSummary:
         plain = {item.name: values[item.name] for item in fields(cls) if item.name != "cost"}
-        variance, choice = values["seed_variance_ratio"], values["choice_of_init"]
+        variance, blocked = values["seed_variance_ratio"], values["blocked"]
         return cls(
             **{
                 **plain,
@@ -133,7 +159,7 @@ class ArmSummary:
                 "by_init": tuple(_init_from_dict(init) for init in values["by_init"]),
                 "difference": _difference_from_dict(values["difference"]),
                 "seed_variance_ratio": None if variance is None else VarianceRatio(**variance),
-                "choice_of_init": None if choice is None else ChoiceOfInit(**choice),
+                "blocked": None if blocked is None else BlockedDifference.from_dict(blocked),
                 "verdict": Verdict(values["verdict"]),
                 "against_controls": {
                     name: _control_from_dict(item) for name, item in values["against_controls"].items()
@@ -145,7 +171,8 @@ class ArmSummary:
         """Return one flat row, for data frames and summary.csv."""
         difference, variance = self.difference, self.seed_variance_ratio
         percent = difference.percent if difference else {}
-        numbers = ("low", "high", "bootstrap_low", "bootstrap_high", "p")
+        blocked = self.blocked.percent if self.blocked else {}
+        numbers = ("low", "high", "bootstrap_low", "bootstrap_high", "p", "p_equivalent")
         return {
             "variant": self.variant,
             "role": self.role,
@@ -162,6 +189,9 @@ class ArmSummary:
             "percent": percent.get("mean"),
             "percent_low": percent.get("low"),
             "percent_high": percent.get("high"),
+            "blocked_percent_low": blocked.get("low"),
+            "blocked_percent_high": blocked.get("high"),
+            "seeds_to_decide": self.seeds_to_decide,
             "seed_variance_ratio": variance.ratio if variance else None,
             **{name: getattr(self.cost, name) for name in _COST_COLUMNS},
             "sentence": self.sentence,
@@ -222,6 +252,11 @@ class StudySummary:
     reference: ArmSummary | None
     variants: tuple[ArmSummary, ...]
     runs: RunCounts
+    metric: Metric = "perplexity"
+    noise_floor: NoiseFloor | None = None
+    power: Power | None = None
+    planned_at: str = ""
+    added_arms: tuple[AddedArm, ...] = ()
     learning_rates: tuple[LrSearch, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)  # where runs differ, a list of values
     notes: tuple[str, ...] = ()
@@ -242,11 +277,13 @@ class StudySummary:
 
     def to_dict(self) -> dict[str, Any]:
         values = {item.name: _to_plain(getattr(self, item.name)) for item in fields(self)}
-        return {**values, "commit": self.commit}
+        power = None if self.power is None else self.power.detectable_percent
+        return {**values, "detectable_percent": power, "commit": self.commit}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StudySummary:
         reference, runs = values["reference"], values["runs"]
+        floor, power = values["noise_floor"], values["power"]
         searches = [
             LrSearch(**{**search, "tried": tuple(LrTrial(**trial) for trial in search["tried"])})
             for search in values["learning_rates"]
@@ -257,6 +294,13 @@ class StudySummary:
             reference=None if reference is None else ArmSummary.from_dict(reference),
             variants=tuple(ArmSummary.from_dict(arm) for arm in values["variants"]),
             runs=RunCounts(**{**runs, "failed": tuple(FailedRun(**run) for run in runs["failed"])}),
+            metric=values["metric"],
+            noise_floor=None
+            if floor is None
+            else NoiseFloor(floor["cell"], PairedDifference.from_dict(floor["difference"])),
+            power=None if power is None else Power(**power),
+            planned_at=values["planned_at"],
+            added_arms=tuple(AddedArm(**arm) for arm in values["added_arms"]),
             learning_rates=tuple(searches),
             environment=values["environment"],
             notes=tuple(values["notes"]),

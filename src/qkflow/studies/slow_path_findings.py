@@ -10,7 +10,7 @@ import numpy as np
 from qkflow.studies.stats import paired_difference, t_interval
 
 if TYPE_CHECKING:
-    from qkflow.studies.analysis import RunData
+    from qkflow.studies.run_data import RunData
     from qkflow.studies.compare import Comparison
 
 OPEN_GATE_THRESHOLD = 0.01  # a gate counts as open if ‖g⊙ũ‖/‖x‖ exceeds 1%

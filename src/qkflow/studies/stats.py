@@ -3,7 +3,8 @@
 With one seed, every variant gets the same batches and the same init of every shared parameter. The tested
 quantity is therefore the difference of two losses of one seed: its mean over seeds with a t-interval (exact
 for normal differences, however few), a BCa bootstrap interval beside it (no normality assumed, but little to
-resample below about eight seeds), and Holm's correction over all variants tested together.
+resample below about eight seeds), and Holm's correction over all variants tested together. `sequential` has
+the p-values of studies that add seeds until they are decided.
 A difference d of losses is a change of perplexity of 100·(exp(d) − 1) percent.
 """
 
@@ -35,6 +36,8 @@ class PairedDifference:
     bootstrap_high: float | None
     p: float | None  # two-sided paired t-test of a mean of zero
     pairs: int
+    sd: float | None = None  # of the differences
+    p_equivalent: float | None = None  # two one-sided tests that the mean is within the margin
 
     @property
     def percent(self) -> dict[str, float | None]:
@@ -72,7 +75,8 @@ def paired_difference(
     d = np.asarray(variant, dtype=float) - np.asarray(reference, dtype=float)
     low, high, p = t_interval(d, confidence)
     bootstrap_low, bootstrap_high = bootstrap_interval(d, confidence, seed)
-    return PairedDifference(float(d.mean()), low, high, bootstrap_low, bootstrap_high, p, len(d))
+    sd = float(d.std(ddof=1)) if len(d) > 1 else None
+    return PairedDifference(float(d.mean()), low, high, bootstrap_low, bootstrap_high, p, len(d), sd)
 
 
 def t_interval(d: np.ndarray, confidence: float) -> tuple[float | None, float | None, float | None]:
@@ -118,14 +122,23 @@ def bootstrap_interval(
     return None, None
 
 
+def holm(p: np.ndarray) -> np.ndarray:
+    """Return p-values (…, m) of m tests adjusted by Holm's step-down method (Holm 1979)."""
+    order = np.argsort(p, axis=-1, kind="stable")
+    factors = p.shape[-1] - np.arange(p.shape[-1])
+    stepped = np.minimum(1.0, np.take_along_axis(p, order, axis=-1) * factors)
+    adjusted = np.empty_like(stepped)
+    np.put_along_axis(adjusted, order, np.maximum.accumulate(stepped, axis=-1), axis=-1)
+    return adjusted
+
+
 def holm_correction(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p-values adjusted by Holm's step-down method (Holm 1979), in the same order; None stays None."""
-    order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
+    """Return p-values adjusted by Holm's method, in the same order; None stays None and is not counted."""
+    tested = [i for i, p in enumerate(p_values) if p is not None]
     adjusted: list[float | None] = [None] * len(p_values)
-    largest = 0.0
-    for rank, (p, index) in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p))
-        adjusted[index] = largest
+    values = holm(np.asarray([p_values[i] for i in tested], dtype=float))
+    for index, value in zip(tested, values, strict=True):
+        adjusted[index] = float(value)
     return adjusted
 
 

@@ -71,7 +71,7 @@ CONTRASTS = (
 _DIRECTIONS: dict[LossVerdict, Verdict] = {
     LossVerdict.HELPS: "lowers",
     LossVerdict.HURTS: "raises",
-    LossVerdict.NO_EVIDENCE: "no evidence",
+    LossVerdict.UNDECIDED: "no evidence",
     LossVerdict.NO_VERDICT: "no verdict",
 }
 MIN_GAIN_OVER_MAJORITY = 0.03  # accuracy; a baseline below it has learned little
