@@ -138,7 +138,7 @@ def model_throughputs(runs: Iterable[RunData]) -> dict[str, float]:
 
 def _model_name(cell: str) -> str:
     """Return the part of a cell's name before its init."""
-    return cell.partition("@")[0]
+    return cell.rpartition("@")[0]
 
 
 def analyze(plan: StudyPlan, runs: Sequence[RunData]) -> StudySummary:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from qkflow.config_io import dataclass_from_dict, parse_count
 from qkflow.errors import InputError, unknown
+from qkflow.studies.grammar import split_outside_braces
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 from qkflow.training.config import Schedule
 
@@ -20,8 +21,9 @@ PresetName = Literal["tiny", "small", "60m", "150m", "350m", "455m"]
 EngineName = Literal["local", "ray"]
 
 DEFAULT_TOKENS = 200_000
+DEFAULT_INITS = ("gpt2", "fan_in")
 _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
-_LISTS = ("variants", "controls", "inits", "lr_factors")
+_LISTS = ("variants", "baselines", "controls", "inits", "lr_factors")
 _CHOICES = {"match": get_args(MatchMode), "preset": get_args(PresetName), "schedule": get_args(Schedule)}
 
 
@@ -32,9 +34,12 @@ class ComparisonConfig:
     The descriptions are also the help texts of `qkflow compare`.
 
     data        corpus: a built-in name, a path, or hf:NAME.
-    variants    variants to compare, e.g. standard,euler,leapfrog:n=7,affine+differential,euler@fan_in.
+    variants    variants to compare, e.g. "euler,leapfrog:n=7,affine+differential,euler{step=0,0.1,1}"; see the
+                examples.
+    baselines   variants of the pool that every variant has to beat: the best of them with any init is the
+                reference, e.g. "standard{attention.qk_norm=false,true}".
     controls    variants that could explain a gain by something simpler; `none` for no controls.
-    inits       initializations that every variant and the standard model are trained from, e.g.
+    inits       initializations that every variant and baseline is trained from, unless it fixes one, e.g.
                 gpt2,fan_in,mimetic.
     seeds       number of paired seeds; a verdict needs at least 3.
     preset      model size: tiny, small, 60m, 150m, 350m or 455m.
@@ -43,10 +48,11 @@ class ComparisonConfig:
     tokenizer   tokenizer: bytes, bpe:SIZE, a path or hf:NAME.
     seq_len     tokens per window.
     batch_size  windows per optimizer step.
-    lr          learning rate.
+    lr          learning rate, unless a variant sets train.lr.
     schedule    learning-rate schedule: cosine, wsd or constant.
-    tune_lr     search the learning rate of every variant and init on the same small grid.
-    lr_factors  grid of this search, as factors of --lr.
+    tune_lr     search the learning rate of every variant and init on the same grid, which is widened until
+                every optimum is interior.
+    lr_factors  first grid of this search, as factors of --lr.
     match       budget that all runs share: tokens, time or flops.
     verdict     with verdicts (default), or the numbers alone, which allows fewer than 3 seeds.
     confidence  level of intervals and verdicts.
@@ -55,8 +61,9 @@ class ComparisonConfig:
 
     data: str = "speeches"
     variants: tuple[str, ...] = ("standard", "euler", "drift")
+    baselines: tuple[str, ...] = ("standard",)
     controls: tuple[str, ...] = ("symmetric", "uncoupled")
-    inits: tuple[str, ...] = ("gpt2", "fan_in")
+    inits: tuple[str, ...] = DEFAULT_INITS
     seeds: int = 3
     preset: PresetName = "tiny"
     tokens: int | None = None
@@ -120,7 +127,7 @@ class ComparisonConfig:
             )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr must be a positive number, got {self.lr:g}", code="invalid-lr")
-        if self.tune_lr and not (self.lr_factors and all(factor > 0 for factor in self.lr_factors)):
+        if self.tune_lr and not (self.lr_factors and all(0 < factor < math.inf for factor in self.lr_factors)):
             raise InputError("--lr-factors must be positive numbers, e.g. 0.5,1,2", code="invalid-lr-factors")
         if not 0.5 <= self.confidence < 1:
             raise InputError(
@@ -128,6 +135,8 @@ class ComparisonConfig:
             )
         if not self.variants:
             raise InputError("--variants is empty: use e.g. standard,euler", code="no-variants")
+        if not self.baselines:
+            raise InputError("--baselines is empty: use e.g. standard", code="no-baselines")
         if not self.inits:
             raise InputError("--inits is empty: use e.g. gpt2,fan_in", code="no-inits")
 
@@ -207,9 +216,10 @@ class ExecutionConfig:
 
 
 def split_list(value: str | Iterable[Any]) -> tuple[Any, ...]:
-    """Split `a,b` or `["a", "b,c"]` at commas; `none` is the empty list."""
+    """Split `a,b` or `["a", "b{x=1,2}"]` at commas outside braces; `none` is the empty list."""
     texts = [value] if isinstance(value, str) else [str(item) for item in value]
-    items = tuple(item.strip() for text in texts for item in text.split(",") if item.strip())
+    parts = (item.strip() for text in texts for item in split_outside_braces(text, ","))
+    items = tuple(item for item in parts if item)
     return () if items == ("none",) else items
 
 
