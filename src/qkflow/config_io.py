@@ -64,6 +64,14 @@ def dataclass_from_dict(cls: type[ConfigT], values: Any, key_path: str) -> Confi
     return cls(**{key: _coerce(value, hints[key], f"{key_path}.{key}") for key, value in values.items()})
 
 
+def coerce_field(cls: type, name: str, value: Any, key_path: str) -> Any:
+    """Convert one value to the type of a field of a dataclass. Raise as `dataclass_from_dict` does."""
+    hints = get_type_hints(cls)
+    if name not in hints:
+        raise unknown_key(key_path, name, hints)
+    return _coerce(value, hints[name], f"{key_path}.{name}")
+
+
 def unknown_key(key_path: str, key: str, known: Iterable[str]) -> InputError:
     """Return the error for a key that section `key_path` does not have; a renamed key gets its new name."""
     new = RENAMED_KEYS.get(f"{key_path}.{key}")

@@ -45,4 +45,4 @@ def test_variants_of_the_studies_exist() -> None:
         for stage in study.stages:
             settings = {"tokens": study.tokens, "seeds": study.seeds, **study.settings}
             grid = build_grid(ComparisonConfig.parse(data="toy", variants=stage.variants, **settings))
-            assert {"standard", *stage.variants} <= {arm.variant.name for arm in grid.arms}
+            assert {"standard", *stage.variants} <= {arm.name for arm in grid.arms}

@@ -15,7 +15,7 @@ from input_errors import raises_code
 from qkflow.errors import InputError
 from qkflow.report import write_outputs
 from qkflow.studies import Comparison, ComparisonConfig, StudySummary, compare, load_comparison
-from qkflow.studies.compare import TrainingCost, affordable_steps
+from qkflow.studies.budgets import TrainingCost, affordable_steps
 from qkflow.studies.grid import CALIBRATION_SEEDS, CALIBRATION_STEPS, TUNING_SEED, build_grid
 from qkflow.studies.plan import StudyPlan
 from qkflow.studies.runner.study_dir import StudyDir
@@ -145,11 +145,11 @@ def test_minutes_are_converted_to_tokens(tmp_path: Path) -> None:
 
 
 def test_affordable_steps() -> None:
-    cost = TrainingCost(step_seconds=0.1, flops_per_token=1.0, overhead_seconds=2.0)
+    cost = TrainingCost(token_seconds=0.01, flops_per_token=1.0, overhead_seconds=2.0)
     # 10 runs, 4 at a time, are 3 rounds of 20 s, each with 2 s of overhead
-    assert affordable_steps(1.0, n_runs=10, jobs=4, cost=cost) == 180
+    assert affordable_steps(1.0, n_runs=10, jobs=4, cost=cost, tokens_per_step=10) == 180
     with raises_code("minutes-too-short") as error:
-        affordable_steps(0.5, n_runs=10, jobs=1, cost=cost)
+        affordable_steps(0.5, n_runs=10, jobs=1, cost=cost, tokens_per_step=10)
     assert "0.67" in str(error.value)
 
 

@@ -13,7 +13,7 @@ CONFIG = ComparisonConfig(variants=("standard", "euler"), tokens=4096, seq_len=6
 
 
 def cells(config: ComparisonConfig) -> dict[str, list[str]]:
-    return {arm.variant.name: [cell.name for cell in arm.cells] for arm in build_grid(config).arms}
+    return {arm.name: [cell.name for cell in arm.cells] for arm in build_grid(config).arms}
 
 
 def test_every_variant_and_control_runs_with_every_init() -> None:

@@ -32,8 +32,8 @@ GPT2, FAN_IN, MIMETIC = InitScheme("gpt2"), InitScheme("fan_in"), InitScheme.par
         ("euler+slow:P=8", Variant(coupling="euler", slow_path="slow:P=8")),
         ("standard+pace=4", Variant(pace="4")),
         ("euler+pace=0.5", Variant(coupling="euler", pace="0.5")),
-        ("symmetric", Variant(symmetric="1")),
-        ("symmetric:c=3", Variant(symmetric="3")),
+        ("symmetric", Variant(init_modifier="symmetric")),
+        ("symmetric:c=3", Variant(init_modifier="symmetric:c=3")),
         ("euler@fan_in", Variant(coupling="euler", init=FAN_IN)),
         ("standard@fan_in+symmetric=1", Variant(init=InitScheme("fan_in", "symmetric", 1.0))),
     ],
@@ -61,8 +61,9 @@ def test_parse_and_name_round_trip(text: str, variant: Variant) -> None:
         ("standard+pace", "invalid-pace", "pace=4"),
         ("standard+pace=0", "invalid-pace", "pace=4"),
         ("standard+pace=1e400", "invalid-pace", "pace=4"),
-        ("symmetric:c=x", "invalid-symmetric", "symmetric:c=3"),
-        ("symmetric:c=1e999", "invalid-symmetric", "symmetric:c=3"),
+        ("symmetric:c=x", "bad-init-strength", "'x'"),
+        ("symmetric:c=1e999", "bad-init-strength", "1e999"),
+        ("symmetric:n=3", "unknown-option", "symmetric:c=NUMBER"),
     ],
 )
 def test_parse_rejects_with_a_hint(text: str, code: str, hint: str) -> None:

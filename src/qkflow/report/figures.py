@@ -16,8 +16,8 @@ from qkflow.report.tables import format_number
 from qkflow.studies.stats import PairedDifference, perplexity_percent_change
 
 if TYPE_CHECKING:
-    from qkflow.studies.run_data import RunData
     from qkflow.studies.results import ArmSummary, StudySummary
+    from qkflow.studies.run_data import RunData
 
 REFERENCE_COLOR = "#808080"
 PALETTE = ("#1A80C4", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A6761D", "#8C6BB1")

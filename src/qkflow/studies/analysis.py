@@ -13,7 +13,7 @@ from qkflow.studies.blocked import blocked_differences
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.design import SeedDesign, Verdict
 from qkflow.studies.grid import NOISE_FLOOR_SEED
-from qkflow.studies.plan import PlannedArm, StudyPlan
+from qkflow.studies.plan import Metric, PlannedArm, StudyPlan
 from qkflow.studies.power import detectable_effect, pooled_sd
 from qkflow.studies.results import (
     AddedArm,
@@ -23,7 +23,6 @@ from qkflow.studies.results import (
     InitSummary,
     LrSearch,
     LrTrial,
-    Metric,
     NoiseFloor,
     Power,
     RunCounts,
@@ -80,6 +79,11 @@ def analyze(plan: StudyPlan, runs: Sequence[RunData], pilot_sd: float | None = N
         environment=_merge_environments(judged),
     )
     return replace(summary, notes=tuple(_notes(summary)), headline=sentences.headline(summary))
+
+
+def screen_arms(plan: StudyPlan, runs: Sequence[RunData]) -> list[Screening]:
+    """Return the leader and the cells in the race of every arm, the pool of baselines first."""
+    return [screen(_cell_data(arm, runs, plan.metric)) for arm in plan.arms]
 
 
 def _cell_data(arm: PlannedArm, runs: Sequence[RunData], metric: Metric) -> list[CellData]:

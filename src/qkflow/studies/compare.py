@@ -3,45 +3,56 @@
 In order:
 1. measure the cost of a step of every model, if the budget is in minutes or matched by time or FLOPs;
 2. with `tune_lr`, search the learning rate of every variant and init on the same grid, on a separate seed;
-3. train every variant with every init and the same seeds;
-4. analyze: the reference is the standard model at its best init, and every variant is at its own best init.
+3. screen: train every variant and baseline with every init; the screening seeds choose the inits, and
+   retire those that are clearly worse;
+4. judge: train what is left on fresh seeds, the same for all, in rounds if `seeds` is auto, beside the A/A
+   arm: the reference with other inits and batch orders.
 Everything is stored in the study's folder, and finished runs are never repeated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from qkflow import console
 from qkflow.data import EvalWindows, TrainWindows, prepare
 from qkflow.errors import InputError
-from qkflow.studies.analysis import RunData, analyze, best_lr, load_runs
+from qkflow.studies.analysis import analyze, screen_arms
+from qkflow.studies.budgets import TrainingCost, affordable_steps
 from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
+from qkflow.studies.design import DECIDED, Verdict
 from qkflow.studies.grid import (
     CALIBRATION_SEEDS,
     CALIBRATION_STEPS,
+    NOISE_FLOOR_SEED,
+    SCREENING_SEED,
     TUNING_SEED,
+    Cell,
     Grid,
     RunSpec,
     build_grid,
     check_models,
 )
-from qkflow.studies.plan import StudyPlan
+from qkflow.studies.plan import PlannedArm, StudyPlan
 from qkflow.studies.results import StudySummary
+from qkflow.studies.run_data import RunData, load_runs
 from qkflow.studies.runner.engines import ENGINES, Engine
 from qkflow.studies.runner.execution import RunTracker, StudyInterrupted, execute_runs
 from qkflow.studies.runner.study_dir import StudyDir
-from qkflow.studies.variants import STANDARD, ComponentRegistry
+from qkflow.studies.sentences import power_sentence
+from qkflow.studies.tuning import tune_lr
+from qkflow.studies.variants import ComponentRegistry
 from qkflow.system import resolve_device
 
 if TYPE_CHECKING:
     import pandas
 
-# One folder holds one comparison with these options; variants, inits, seeds and tuning may be extended.
+# One folder holds one comparison with these options; variants, baselines, inits and tuning may be extended.
 _FIXED_PER_STUDY = (
     "data",
     "preset",
@@ -53,8 +64,11 @@ _FIXED_PER_STUDY = (
     "minutes",
     "match",
     "lr",
+    "screening_seeds",
     "device",
 )
+# Changing these after a look at the results would raise the rate of false verdicts.
+_FIXED_BY_VERDICTS = ("seeds", "max_seeds", "margin", "confidence")
 
 PrepareDataFn = Callable[[ComparisonConfig], Mapping[str, Any]]
 
@@ -106,6 +120,8 @@ def compare(
 ) -> Comparison:
     """Compare variants on a corpus; `settings` are the fields of `ComparisonConfig`.
 
+    `prepare_data` returns keys of the section `data` of all runs with the tokenizer of its config.
+
     The runs and `study.yaml` are written to `out`. `qkflow.report.write_outputs(comparison)` adds
     report.html, summary.json and the CSV files.
 
@@ -114,15 +130,13 @@ def compare(
     """
     config = ComparisonConfig.parse(data=data, **settings)
     ExecutionConfig(engine, jobs, threads).check()
-    grid = build_grid(config, components)
-    if components is None:  # other components need another worker, which can build them
-        check_models(grid)
-    study_dir = StudyDir(Path(out) if out else config.default_folder())
-    study_dir.check_usable()
-    _check_compatible(config, study_dir)
+    grid, study_dir = plan_study(config, out, components)
     if engine == "local":
         resolve_device(config.device)
-    data_overrides = dict((prepare_data or prepare_corpus)(config))  # raises before anything is written
+    prepare = prepare_data or prepare_corpus
+    data_overrides = {  # raises before anything is written
+        each.tokenizer: dict(prepare(each)) for each in _config_per_tokenizer(grid)
+    }
     started = ENGINES[engine](worker_command, threads, config.device)
     try:
         with study_dir.lock():
@@ -132,12 +146,34 @@ def compare(
     return load_comparison(study_dir.path)
 
 
+def plan_study(
+    config: ComparisonConfig, out: str | Path | None = None, components: ComponentRegistry | None = None
+) -> tuple[Grid, StudyDir]:
+    """Return the grid and the folder of a study; raise InputError if it cannot run there. Writes nothing."""
+    grid = build_grid(config, components)
+    if components is None:  # other components need another worker, which can build them
+        check_models(grid)
+    study_dir = StudyDir(Path(out) if out else config.default_folder())
+    study_dir.check_usable()
+    _check_compatible(config, study_dir)
+    return grid, study_dir
+
+
 def load_comparison(folder: str | Path) -> Comparison:
     """Analyze the runs in a study's folder; the study may still be running."""
     study_dir = StudyDir(Path(folder))
     plan = StudyPlan.load(study_dir)
     runs = load_runs(study_dir, plan)
-    return Comparison(study_dir.path, analyze(plan, runs), runs)
+    return Comparison(study_dir.path, analyze(plan, runs, read_pilot_sd(plan.config.pilot)), runs)
+
+
+def read_pilot_sd(folder: str | None) -> float | None:
+    """Return the standard deviation of paired differences in a pilot study; None without one."""
+    if folder is None or not StudyDir(Path(folder)).exists:
+        return None
+    plan = StudyPlan.load(StudyDir(Path(folder)))
+    power = analyze(plan, load_runs(StudyDir(Path(folder)), plan)).power
+    return None if power is None else power.sd
 
 
 def prepare_corpus(config: ComparisonConfig) -> dict[str, Any]:
@@ -147,6 +183,20 @@ def prepare_corpus(config: ComparisonConfig) -> dict[str, Any]:
     TrainWindows(tokens.tokens("train"), config.seq_len, config.batch_size, seed=0)
     EvalWindows(tokens.tokens("validation"), config.seq_len, config.batch_size)
     return {"fingerprint": tokens.fingerprint}
+
+
+def _config_per_tokenizer(grid: Grid) -> list[ComparisonConfig]:
+    """Return the config once per tokenizer, with the longest windows and largest batch of its cells."""
+    by_tokenizer: dict[str, list[Cell]] = {}
+    for cell in grid.one_cell_per_model():
+        by_tokenizer.setdefault(cell.tokenizer(grid.config), []).append(cell)
+    configs = []
+    for tokenizer, cells in by_tokenizer.items():
+        largest = max(cells, key=lambda cell: cell.tokens_per_step(grid.config))
+        seq_len = max(cell.seq_len(grid.config) for cell in cells)
+        batch_size = math.ceil(largest.tokens_per_step(grid.config) / seq_len)
+        configs.append(replace(grid.config, tokenizer=tokenizer, seq_len=seq_len, batch_size=batch_size))
+    return configs
 
 
 def _check_compatible(config: ComparisonConfig, study_dir: StudyDir) -> None:
@@ -160,6 +210,31 @@ def _check_compatible(config: ComparisonConfig, study_dir: StudyDir) -> None:
                 f"{study_dir.path} holds a comparison with {name} {before}, not {now}: use another --out",
                 code="other-study",
             )
+    if not (earlier.verdict and config.verdict):
+        return
+    for name in _FIXED_BY_VERDICTS:
+        before, now = getattr(earlier, name), getattr(config, name)
+        if before != now:
+            raise InputError(
+                f"{study_dir.path} was planned with --{name.replace('_', '-')} {before}, not {now}: changing it "
+                "after a look at the results makes false verdicts more frequent. Use another --out, with "
+                "--seeds auto to add seeds as needed, or --no-verdict for the numbers alone",
+                code="plan-fixed",
+            )
+
+
+def _date_arms(
+    grid: Grid, now: str, earlier: StudyPlan | None, study_dir: StudyDir
+) -> tuple[PlannedArm, ...]:
+    """Return the planned arms with the time they were added, which an earlier plan keeps."""
+    known = {arm.name if arm.role != "reference" else "": arm for arm in (earlier.arms if earlier else ())}
+    finished = sum(study_dir.run_dir(run.id).is_finished for run in (earlier.runs if earlier else ()))
+    arms = []
+    for arm in (each.plan() for each in grid.arms):
+        before = known.get(arm.name if arm.role != "reference" else "")
+        dates = (before.added_at, before.runs_before) if before else (now, finished)
+        arms.append(replace(arm, added_at=dates[0], runs_before=dates[1]))
+    return tuple(arms)
 
 
 class _StudyRunner:
@@ -171,18 +246,60 @@ class _StudyRunner:
         study_dir: StudyDir,
         engine: Engine,
         jobs: int | None,
-        data_overrides: dict[str, Any],
+        data_overrides: dict[str, dict[str, Any]],
     ) -> None:
         self.grid, self.config, self.study_dir, self.engine = grid, grid.config, study_dir, engine
         self.jobs, self.data_overrides = jobs or engine.default_jobs(), data_overrides
         self.runs: list[RunSpec] = []
-        self.token_budgets = StudyPlan.load(study_dir).budgets if study_dir.exists else {}
+        earlier = StudyPlan.load(study_dir) if study_dir.exists else None
+        self.token_budgets = earlier.budgets if earlier else {}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self.created_at = earlier.created_at if earlier else now
+        self.arms = _date_arms(grid, now, earlier, study_dir)
 
     def run(self) -> None:
         self.token_budgets = self._compute_token_budgets()
         lr_by_cell = self._tune_lr() if self.config.tune_lr else {}
-        runs = self._build_runs("compare", range(self.config.seeds), lr_by_cell=lr_by_cell)
-        self._execute("comparing", runs)
+        self._print_power()
+        seeds = range(SCREENING_SEED, SCREENING_SEED + self.config.screening_seeds)
+        cells = self.grid.screened_cells
+        runs = self._build_runs("screen", seeds, cells=cells, lr_by_cell=lr_by_cell)
+        _require_finished(self._execute("screening inits", runs))
+        self._judge(lr_by_cell)
+
+    def _judge(self, lr_by_cell: Mapping[str, float]) -> None:
+        """Train all cells in the race on the judged seeds, look, and go on with the arms still open."""
+        screenings = screen_arms(self.plan(), load_runs(self.study_dir, self.plan()))
+        by_name = {cell.name: cell for cell in self.grid.cells}
+        decided: set[str] = set()
+        before = 0
+        for n in self.config.seed_design().looks or (self.config.n_seeds,):
+            arms = [s for arm, s in zip(self.arms, screenings, strict=True) if arm.name not in decided]
+            names = dict.fromkeys(cell.name for screening in arms for cell in screening.racing)
+            runs = self._build_runs(
+                "compare", range(before, n), cells=[by_name[name] for name in names], lr_by_cell=lr_by_cell
+            )
+            repeats = range(NOISE_FLOOR_SEED + before, NOISE_FLOOR_SEED + n)
+            reference = [by_name[screenings[0].leader.name]]
+            runs += self._build_runs("noise", repeats, cells=reference, lr_by_cell=lr_by_cell)
+            trackers = self._execute(f"comparing, {n} seeds", runs)
+            _delete_models(tracker for tracker in trackers if tracker.spec.phase == "noise")
+            before = n
+            summary = analyze(self.plan(), load_runs(self.study_dir, self.plan()))
+            decided = {
+                arm.variant for arm in summary.variants if arm.verdict in (*DECIDED, Verdict.REFERENCE)
+            }
+            if len(decided) == len(summary.variants):
+                break
+
+    def _print_power(self) -> None:
+        """Say before the first run which effect the study can show."""
+        if not self.config.verdict:
+            return
+        runs = load_runs(self.study_dir, self.plan()) if self.study_dir.exists else []
+        power = analyze(self.plan(), runs, read_pilot_sd(self.config.pilot)).power
+        if power is not None:
+            console.err.print(power_sentence(power), markup=False, highlight=False)
 
     def _build_runs(self, phase: str, seeds: Sequence[int], **options: Any) -> list[RunSpec]:
         budgets = {"tokens_by_model": self.token_budgets, **options}
@@ -190,53 +307,71 @@ class _StudyRunner:
 
     def _execute(self, title: str, runs: list[RunSpec]) -> list[RunTracker]:
         self.runs += runs
-        plan = StudyPlan(
+        self.plan().save(self.study_dir)
+        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs)
+
+    def plan(self) -> StudyPlan:
+        return StudyPlan(
             config=self.config,
             command=self.config.to_command(str(self.study_dir.path)),
-            arms=tuple(arm.plan() for arm in self.grid.arms),
+            arms=self.arms,
             budgets=self.token_budgets,
             jobs=self.jobs,
             runs=tuple(run.plan() for run in self.runs),
+            created_at=self.created_at,
         )
-        plan.save(self.study_dir)
-        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs)
 
     def _tune_lr(self) -> dict[str, float]:
-        """Return the best learning rate of every cell."""
-        runs = self._build_runs("tune", [TUNING_SEED], lr_factors=self.config.lr_factors)
-        losses: dict[str, dict[float, float | None]] = {}
-        for tracker in _require_finished(self._execute("tuning learning rates", runs)):
-            loss = (tracker.run_dir.result() or {}).get("loss") if tracker.run_dir.is_finished else None
-            is_finite = loss is not None and math.isfinite(loss)
-            losses.setdefault(tracker.spec.cell, {})[tracker.spec.lr] = loss if is_finite else None
-        return {cell: best_lr(by_lr) or self.config.lr for cell, by_lr in losses.items()}
+        """Return the best learning rate of every cell that does not fix its own."""
+        cells = [cell for cell in self.grid.cells if cell.fixed_lr is None]
+        for cell in self.grid.cells:
+            if cell.fixed_lr is not None:
+                console.err.print(
+                    f"{cell.name}: train.lr is fixed at {cell.fixed_lr:g} and not tuned", markup=False
+                )
+
+        def run_trials(factors: Sequence[float]) -> dict[str, dict[float, float | None]]:
+            losses: dict[str, dict[float, float | None]] = {}
+            runs = self._build_runs("tune", [TUNING_SEED], cells=cells, lr_factors=factors)
+            factor_by_lr = {self.config.lr * factor: factor for factor in factors}
+            for tracker in _require_finished(self._execute("tuning learning rates", runs)):
+                loss = (tracker.run_dir.result() or {}).get("loss") if tracker.run_dir.is_finished else None
+                is_finite = loss is not None and math.isfinite(loss)
+                by_factor = losses.setdefault(tracker.spec.cell, {})
+                by_factor[factor_by_lr[tracker.spec.lr]] = loss if is_finite else None
+            return losses
+
+        factors = tune_lr(run_trials, self.config.lr_factors)
+        return {cell: self.config.lr * factor for cell, factor in factors.items()}
 
     def _compute_token_budgets(self) -> dict[str, int]:
-        """Return tokens by model: equal, or scaled to the time or FLOPs of the standard model."""
-        config, known = self.config, self.token_budgets
-        models = [cell.variant.model_name for cell in self.grid.one_cell_per_model()]
+        """Return tokens by model: equal, or scaled to the time or FLOPs of the first baseline."""
+        config, known, unit = self.config, self.token_budgets, self.grid.base_model
+        cells = {cell.variant.model_name: cell for cell in self.grid.one_cell_per_model()}
+        models = list(cells)
         if all(model in known for model in models):
             return {model: known[model] for model in models}
         if config.tokens is not None and config.match == "tokens":
             return dict.fromkeys(models, config.tokens)
         costs = self._calibrate()
-        base = known.get(STANDARD) or config.tokens or self._affordable_tokens(costs)
+        base = known.get(unit) or config.tokens or self._affordable_tokens(costs)
         budgets = {}
-        for model in models:
+        for model, cell in cells.items():
             ratio = {
                 "tokens": 1.0,
-                "time": costs[STANDARD].step_seconds / costs[model].step_seconds,
-                "flops": costs[STANDARD].flops_per_token / costs[model].flops_per_token,
+                "time": costs[unit].token_seconds / costs[model].token_seconds,
+                "flops": costs[unit].flops_per_token / costs[model].flops_per_token,
             }[config.match]
-            steps = max(1, round(base * ratio / config.tokens_per_step))
-            budgets[model] = known.get(model) or steps * config.tokens_per_step
+            per_step = cell.tokens_per_step(config)
+            budgets[model] = known.get(model) or max(1, round(base * ratio / per_step)) * per_step
         return budgets
 
     def _calibrate(self) -> dict[str, TrainingCost]:
         """Measure every model with short runs, as many at a time as later."""
         cells = self.grid.one_cell_per_model()
         models = {cell.name: cell.variant.model_name for cell in cells}
-        tokens = dict.fromkeys(models.values(), CALIBRATION_STEPS * self.config.tokens_per_step)
+        tokens_per_step = {models[cell.name]: cell.tokens_per_step(self.config) for cell in cells}
+        tokens = {model: CALIBRATION_STEPS * count for model, count in tokens_per_step.items()}
         runs = self._build_runs("calibrate", CALIBRATION_SEEDS, cells=cells, tokens_by_model=tokens)
         measured: dict[str, list[TrainingCost]] = {}
         for tracker in _require_finished(self._execute("measuring", runs)):
@@ -248,49 +383,28 @@ class _StudyRunner:
             result = tracker.run_dir.result() or {}
             training = result["step_seconds"] * CALIBRATION_STEPS
             overhead = max(0.0, (tracker.wall_seconds or training) - training)
-            cost = TrainingCost(result["step_seconds"], result["flops_per_token"], overhead)
-            measured.setdefault(models[tracker.spec.cell], []).append(cost)
+            model = models[tracker.spec.cell]
+            token_seconds = result["step_seconds"] / tokens_per_step[model]
+            cost = TrainingCost(token_seconds, result["flops_per_token"], overhead)
+            measured.setdefault(model, []).append(cost)
         return {model: TrainingCost.median_of(costs) for model, costs in measured.items()}
 
     def _affordable_tokens(self, costs: Mapping[str, TrainingCost]) -> int:
         """Return the tokens per run that fill `minutes`, with start-up and evaluation."""
         config, each = self.config, [costs[cell.variant.model_name] for cell in self.grid.cells]
-        n_runs = len(each) * (config.seeds + (len(config.lr_factors) if config.tune_lr else 0))
-        average = TrainingCost(*(sum(values) / len(each) for values in zip(*map(astuple, each), strict=True)))
-        return affordable_steps(config.minutes or 0, n_runs, self.jobs, average) * config.tokens_per_step
-
-
-@dataclass(frozen=True)
-class TrainingCost:
-    """Cost of a model. `overhead_seconds` is the time of a run outside its steps (start-up, evaluation)."""
-
-    step_seconds: float
-    flops_per_token: float
-    overhead_seconds: float
-
-    @classmethod
-    def median_of(cls, costs: Sequence[TrainingCost]) -> TrainingCost:
-        return cls(*(median(values) for values in zip(*map(astuple, costs), strict=True)))
-
-
-def affordable_steps(minutes: float, n_runs: int, jobs: int, cost: TrainingCost) -> int:
-    """Return the steps per run with which `n_runs` runs, `jobs` at a time, finish in `minutes`."""
-    rounds = math.ceil(n_runs / jobs)
-    steps = int((60 * minutes / rounds - cost.overhead_seconds) / cost.step_seconds)
-    if steps < CALIBRATION_STEPS:
-        least = rounds * (cost.overhead_seconds + CALIBRATION_STEPS * cost.step_seconds) / 60
-        raise InputError(
-            f"--minutes {minutes:g} is too short for {n_runs} runs, {jobs} at a time: "
-            f"use at least {least:.2g}, or fewer variants, inits or seeds",
-            code="minutes-too-short",
-        )
-    return steps
+        average = TrainingCost.mean_of(each)
+        n_runs, per_step = self.grid.n_runs, config.tokens_per_step
+        return affordable_steps(config.minutes or 0, n_runs, self.jobs, average, per_step) * per_step
 
 
 def _require_finished(trackers: list[RunTracker]) -> list[RunTracker]:
     """Raise if a run that later phases need was interrupted; delete the weights, which they do not need."""
     if any(tracker.status == "interrupted" for tracker in trackers):
         raise StudyInterrupted
+    _delete_models(trackers)
+    return trackers
+
+
+def _delete_models(trackers: Iterable[RunTracker]) -> None:
     for tracker in trackers:
         tracker.run_dir.delete_model()
-    return trackers

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 from qkflow.config_io import dataclass_from_dict, parse_count
 from qkflow.errors import InputError, unknown
+from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
+from qkflow.studies.grammar import split_outside_braces
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 from qkflow.training.config import Schedule
 
@@ -19,9 +21,12 @@ MatchMode = Literal["tokens", "time", "flops"]
 PresetName = Literal["tiny", "small", "60m", "150m", "350m", "455m"]
 EngineName = Literal["local", "ray"]
 
+AUTO = "auto"
+MAX_SEEDS = 1000
 DEFAULT_TOKENS = 200_000
+DEFAULT_INITS = ("gpt2", "fan_in")
 _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
-_LISTS = ("variants", "controls", "inits", "lr_factors")
+_LISTS = ("variants", "baselines", "controls", "inits", "lr_factors")
 _CHOICES = {"match": get_args(MatchMode), "preset": get_args(PresetName), "schedule": get_args(Schedule)}
 
 
@@ -32,32 +37,47 @@ class ComparisonConfig:
     The descriptions are also the help texts of `qkflow compare`.
 
     data        corpus: a built-in name, a path, or hf:NAME.
-    variants    variants to compare, e.g. standard,euler,leapfrog:n=7,affine+differential,euler@fan_in.
+    variants    variants to compare, e.g. "euler,leapfrog:n=7,affine+differential,euler{step=0,0.1,1}"; see the
+                examples.
+    baselines   variants of the pool that every variant has to beat: the best of them with any init is the
+                reference, e.g. "standard{attention.qk_norm=false,true}".
     controls    variants that could explain a gain by something simpler; `none` for no controls.
-    inits       initializations that every variant and the standard model are trained from, e.g.
+    inits       initializations that every variant and baseline is trained from, unless it fixes one, e.g.
                 gpt2,fan_in,mimetic.
-    seeds       number of paired seeds; a verdict needs at least 3.
+    seeds       number of paired seeds that judge, at least 3 for a verdict; auto: seeds are added in rounds
+                until every verdict is decided or --max-seeds is reached.
+    max_seeds   the most seeds of --seeds auto.
+    screening_seeds  seeds that choose the init of every variant and baseline that has several; they do not
+                judge.
+    margin      a variant within this percentage of the reference's perplexity is equivalent.
     preset      model size: tiny, small, 60m, 150m, 350m or 455m.
     tokens      training tokens per run, e.g. 200k or 1M.
     minutes     approximate duration of the whole comparison, instead of --tokens; costs are measured first.
     tokenizer   tokenizer: bytes, bpe:SIZE, a path or hf:NAME.
     seq_len     tokens per window.
     batch_size  windows per optimizer step.
-    lr          learning rate.
+    lr          learning rate, unless a variant sets train.lr.
     schedule    learning-rate schedule: cosine, wsd or constant.
-    tune_lr     search the learning rate of every variant and init on the same small grid.
-    lr_factors  grid of this search, as factors of --lr.
+    tune_lr     search the learning rate of every variant and init on the same grid, which is widened until
+                every optimum is interior.
+    lr_factors  first grid of this search, as factors of --lr.
     match       budget that all runs share: tokens, time or flops.
     verdict     with verdicts (default), or the numbers alone, which allows fewer than 3 seeds.
     confidence  level of intervals and verdicts.
+    pilot       folder of an earlier comparison whose noise tells, before the first run, which effect this
+                one can show.
     device      device: auto, cpu, cuda or mps.
     """
 
     data: str = "speeches"
     variants: tuple[str, ...] = ("standard", "euler", "drift")
+    baselines: tuple[str, ...] = ("standard",)
     controls: tuple[str, ...] = ("symmetric", "uncoupled")
-    inits: tuple[str, ...] = ("gpt2", "fan_in")
-    seeds: int = 3
+    inits: tuple[str, ...] = DEFAULT_INITS
+    seeds: int | Literal["auto"] = 5
+    max_seeds: int = 20
+    screening_seeds: int = SCREENING_SEEDS
+    margin: float = 1.0
     preset: PresetName = "tiny"
     tokens: int | None = None
     minutes: float | None = None
@@ -71,6 +91,7 @@ class ComparisonConfig:
     match: MatchMode = "tokens"
     verdict: bool = True
     confidence: float = 0.95
+    pilot: str | None = None
     device: str = "auto"
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,6 +121,8 @@ class ComparisonConfig:
                 raise unknown(f"--{name}", str(values[name]), choices)
         if "lr_factors" in values:
             values["lr_factors"] = _parse_factors(values["lr_factors"])
+        if "seeds" in values:
+            values["seeds"] = _parse_seeds(values["seeds"])
         if values.get("tokens") is not None:
             values["tokens"] = parse_count(values["tokens"])
         elif values.get("minutes") is None:
@@ -110,17 +133,12 @@ class ComparisonConfig:
         """Raise InputError if no comparison can be run with these options."""
         self._check_choices()
         self._check_budget()
-        if self.seeds < 1:
-            raise InputError(f"--seeds must be at least 1, got {self.seeds}", code="invalid-seeds")
-        if self.verdict and self.seeds < MIN_SEEDS_FOR_VERDICT:
-            raise InputError(
-                f"a verdict needs at least {MIN_SEEDS_FOR_VERDICT} seeds, got --seeds {self.seeds}: "
-                "add seeds, or use --no-verdict for the numbers alone",
-                code="too-few-seeds",
-            )
+        self._check_seeds()
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr must be a positive number, got {self.lr:g}", code="invalid-lr")
-        if self.tune_lr and not (self.lr_factors and all(factor > 0 for factor in self.lr_factors)):
+        if self.tune_lr and not (
+            self.lr_factors and all(0 < factor < math.inf for factor in self.lr_factors)
+        ):
             raise InputError("--lr-factors must be positive numbers, e.g. 0.5,1,2", code="invalid-lr-factors")
         if not 0.5 <= self.confidence < 1:
             raise InputError(
@@ -128,8 +146,55 @@ class ComparisonConfig:
             )
         if not self.variants:
             raise InputError("--variants is empty: use e.g. standard,euler", code="no-variants")
+        if not self.baselines:
+            raise InputError("--baselines is empty: use e.g. standard", code="no-baselines")
         if not self.inits:
             raise InputError("--inits is empty: use e.g. gpt2,fan_in", code="no-inits")
+
+    def _check_seeds(self) -> None:
+        if self.seeds == AUTO:
+            if not self.verdict:
+                raise InputError(
+                    "--seeds auto adds seeds until verdicts are decided, so --no-verdict needs a number of seeds",
+                    code="auto-seeds-without-verdict",
+                )
+            if not MIN_SEEDS_FOR_VERDICT <= self.max_seeds <= MAX_SEEDS:
+                raise InputError(
+                    f"--max-seeds must be between {MIN_SEEDS_FOR_VERDICT} and {MAX_SEEDS}, got {self.max_seeds}",
+                    code="invalid-max-seeds",
+                )
+        elif not 1 <= self.n_seeds <= MAX_SEEDS:
+            raise InputError(
+                f"--seeds must be between 1 and {MAX_SEEDS}, got {self.seeds}", code="invalid-seeds"
+            )
+        elif self.verdict and self.n_seeds < MIN_SEEDS_FOR_VERDICT:
+            raise InputError(
+                f"a verdict needs at least {MIN_SEEDS_FOR_VERDICT} seeds, got --seeds {self.seeds}: "
+                "use more, or --no-verdict for the numbers alone",
+                code="too-few-seeds",
+            )
+        if not 1 <= self.screening_seeds <= MAX_SEEDS:
+            raise InputError(
+                f"--screening-seeds must be between 1 and {MAX_SEEDS}, got {self.screening_seeds}",
+                code="invalid-screening-seeds",
+            )
+        if not 0 < self.margin < 100:
+            raise InputError(
+                f"--margin must be a percentage above zero, e.g. 1, got {self.margin:g}",
+                code="invalid-margin",
+            )
+
+    @property
+    def n_seeds(self) -> int:
+        """The number of judged seeds; with `auto` the most there can be."""
+        return self.max_seeds if self.seeds == AUTO else int(self.seeds)
+
+    def seed_design(self) -> SeedDesign:
+        """Return the looks and tests of this study."""
+        margin = math.log1p(self.margin / 100)
+        if self.seeds == AUTO:
+            return SeedDesign.adaptive(self.max_seeds, self.confidence, margin)
+        return SeedDesign.fixed(self.confidence, margin)
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
@@ -207,10 +272,20 @@ class ExecutionConfig:
 
 
 def split_list(value: str | Iterable[Any]) -> tuple[Any, ...]:
-    """Split `a,b` or `["a", "b,c"]` at commas; `none` is the empty list."""
+    """Split `a,b` or `["a", "b{x=1,2}"]` at commas outside braces; `none` is the empty list."""
     texts = [value] if isinstance(value, str) else [str(item) for item in value]
-    items = tuple(item.strip() for text in texts for item in text.split(",") if item.strip())
+    parts = (item.strip() for text in texts for item in split_outside_braces(text, ","))
+    items = tuple(item for item in parts if item)
     return () if items == ("none",) else items
+
+
+def _parse_seeds(value: str | int) -> int | str:
+    if isinstance(value, int) or value == AUTO:
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        raise InputError(f"--seeds must be a number or auto, got {value}", code="invalid-seeds") from None
 
 
 def _parse_factors(items: Iterable[str]) -> tuple[float, ...]:

@@ -11,26 +11,36 @@ from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
 
 Role = Literal["reference", "variant", "control"]
+Metric = Literal["perplexity", "bits per byte"]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """One model with one init. `same_init_baseline` is the cell of the standard model with that init."""
+    """One model with one init.
+
+    `variant` is the name of its variant without the init. `same_init_baseline` is the cell of the pool of
+    baselines that differs from it in the variant alone; empty if there is none.
+    """
 
     name: str
+    variant: str
     init: str
     same_init_baseline: str
 
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """One variant and the cells it is trained in. `model` is its name without the init."""
+    """One variant and the cells it is trained in; the first arm has those of all baselines.
+
+    `runs_before` is the number of runs of the study that had finished when the arm was added.
+    """
 
     name: str
     role: Role
-    model: str
     cells: tuple[PlannedCell, ...]
+    added_at: str = ""  # ISO time, UTC
+    runs_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class PlannedRun:
     """One training run. Its config is in its own folder."""
 
     id: str
-    phase: str  # calibrate | tune | compare
+    phase: str  # calibrate | tune | screen | compare | noise | finetune
     cell: str
     seed: int
     lr: float
@@ -47,7 +57,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """What a comparison runs. The first arm is the standard model."""
+    """What a comparison runs. The first arm is the pool of baselines, whose best cell is the reference."""
 
     config: ComparisonConfig
     command: str
@@ -55,6 +65,7 @@ class StudyPlan:
     budgets: dict[str, int]  # tokens by model
     jobs: int
     runs: tuple[PlannedRun, ...]
+    created_at: str = ""  # ISO time, UTC
 
     @classmethod
     def load(cls, study_dir: StudyDir) -> StudyPlan:
@@ -62,7 +73,7 @@ class StudyPlan:
         study = study_dir.load()
         try:
             values = {
-                **{name: study.get(name) for name in ("command", "budgets", "jobs")},
+                **{name: study.get(name) for name in ("command", "budgets", "jobs", "created_at")},
                 "config": _read(ComparisonConfig, study["config"], "config"),
                 "arms": [_read_arm(arm) for arm in study["arms"]],
                 "runs": [_read(PlannedRun, run, "runs") for run in study["runs"]],
@@ -71,11 +82,18 @@ class StudyPlan:
         except InputError as error:
             raise InputError(f"{study_dir.path / STUDY_FILE}: {error}", code="corrupt-study") from None
 
+    @property
+    def metric(self) -> Metric:
+        """What is judged: losses per token cannot be compared between tokenizers."""
+        own_tokenizer = any("data.tokenizer=" in cell.variant for arm in self.arms for cell in arm.cells)
+        return "bits per byte" if own_tokenizer else "perplexity"
+
     def save(self, study_dir: StudyDir) -> None:
         arms = [{**asdict(arm), "cells": [asdict(cell) for cell in arm.cells]} for arm in self.arms]
         runs = [asdict(run) for run in self.runs]
         study_dir.save(
             {
+                "created_at": self.created_at,
                 "config": self.config.to_dict(),
                 "command": self.command,
                 "arms": arms,
@@ -97,5 +115,9 @@ def _read(cls: type[T], values: Any, key_path: str) -> T:
     """Build a dataclass from YAML values; every field must be present."""
     missing = sorted({field.name for field in fields(cls)} - check_mapping(values, key_path).keys())  # type: ignore[arg-type]
     if missing:
-        raise InputError(f"'{key_path}' has no key '{missing[0]}'", code="missing-key")
+        raise InputError(
+            f"'{key_path}' has no key '{missing[0]}': was it written by another version of qkflow? "
+            "Use another --out",
+            code="missing-key",
+        )
     return dataclass_from_dict(cls, values, key_path)

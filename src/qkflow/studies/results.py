@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
 from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.design import Verdict
-from qkflow.studies.plan import Role
+from qkflow.studies.plan import Metric, Role
 from qkflow.studies.stats import PairedDifference, VarianceRatio, perplexity_percent_change
-
-Metric = Literal["perplexity", "bits per byte"]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.studies.plan import StudyPlan
-from qkflow.studies.results import Metric
+from qkflow.studies.plan import Metric, StudyPlan
 from qkflow.studies.runner.study_dir import StudyDir
 
 THROUGHPUT_QUANTILE = 0.9  # of the logged tokens per second of a run
@@ -97,7 +96,7 @@ def model_throughputs(runs: Iterable[RunData]) -> dict[str, float]:
 
 def model_name(cell: str) -> str:
     """Return the part of a cell's name before its init."""
-    return cell.partition("@")[0]
+    return cell.rpartition("@")[0]
 
 
 def mean_finite(values: Iterable[float | None]) -> float | None:

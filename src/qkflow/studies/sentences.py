@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from qkflow.studies.config import ComparisonConfig, MatchMode
 from qkflow.studies.design import Verdict
+from qkflow.studies.plan import Metric
 from qkflow.studies.power import MAX_SEEDS
-from qkflow.studies.results import ArmSummary, CorrectedDifference, Metric, StudySummary
+from qkflow.studies.results import ArmSummary, CorrectedDifference, Power, StudySummary
 from qkflow.studies.stats import PairedDifference
 
 _MATCH_PHRASES: dict[MatchMode, str] = {
@@ -143,6 +144,18 @@ def _control_sentences(arm: ArmSummary, config: ComparisonConfig) -> list[str]:
     if beaten:
         sentences.append(f"It also beats the control{'s' * (len(beaten) > 1)} {_join_names(beaten)}.")
     return sentences
+
+
+def power_sentence(power: Power) -> str:
+    """Return the smallest effect that a study can show."""
+    tests = f"{power.n_comparisons} comparison{'s' * (power.n_comparisons != 1)}"
+    start = f"With {power.seeds} seeds and {tests}, 80% power needs a difference of "
+    if power.sd is None or power.detectable_percent is None:
+        return (
+            f"{start}{power.detectable_sd:.1f} standard deviations of the paired differences; their noise is "
+            "not known yet (--pilot FOLDER takes that of an earlier comparison)."
+        )
+    return f"{start}{power.detectable_percent:.2g}% (noise {100 * power.sd:.2g}%, from {power.source})."
 
 
 def headline(summary: StudySummary) -> str:

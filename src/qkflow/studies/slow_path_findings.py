@@ -10,8 +10,8 @@ import numpy as np
 from qkflow.studies.stats import paired_difference, t_interval
 
 if TYPE_CHECKING:
-    from qkflow.studies.run_data import RunData
     from qkflow.studies.compare import Comparison
+    from qkflow.studies.run_data import RunData
 
 OPEN_GATE_THRESHOLD = 0.01  # a gate counts as open if ‖g⊙ũ‖/‖x‖ exceeds 1%
 

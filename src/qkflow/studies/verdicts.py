@@ -9,8 +9,9 @@ import numpy as np
 
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.design import SeedDesign, Verdict, decide_one
+from qkflow.studies.plan import Metric
 from qkflow.studies.power import seeds_to_decide
-from qkflow.studies.results import ArmSummary, ControlDifference, CorrectedDifference, Metric
+from qkflow.studies.results import ArmSummary, ControlDifference, CorrectedDifference
 from qkflow.studies.screening import paired_losses
 from qkflow.studies.sentences import verdict_sentence
 from qkflow.studies.stats import PairedDifference, holm_correction

@@ -32,8 +32,9 @@ from qkflow.studies.pace.results import (
 from qkflow.studies.results import CorrectedDifference
 from qkflow.studies.results import Verdict as LossVerdict
 from qkflow.studies.runner.study_dir import StudyDir
+from qkflow.studies.sentences import format_p_value
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, paired_difference
-from qkflow.studies.verdicts import correct_family, decide_verdict, format_p_value
+from qkflow.studies.verdicts import correct_family, decide_verdict
 
 ResultsBySeed = Mapping[int, RunResult]
 
