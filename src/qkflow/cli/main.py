@@ -20,6 +20,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
     "report": ("report", "report", "rebuild the report of a comparison or pace study from its folder"),
     "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
+    "calibrate": (
+        "calibrate",
+        "calibrate_command",
+        "error rates and power of the verdicts, by simulation",
+    ),
     "train": ("train", "train", "train one model, or resume its training"),
     "eval": (
         "evaluate",

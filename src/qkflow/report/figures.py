@@ -77,7 +77,60 @@ def differences_figure(summary: StudySummary) -> Figure | None:
             traces.append(_seed_trace(arm, summary.reference, y + 0.24, color))
             traces.append(_interval_trace(arm.difference, y, color, label, emphasized=True))
             names.append(arm.variant)
-    return _rows_figure(traces, names, row_height=62) if names else None
+    if not names:
+        return None
+    figure = _rows_figure(traces, names, row_height=62)
+    if summary.noise_floor:
+        figure["layout"]["shapes"] = [_noise_band(summary.noise_floor.difference)]
+    return figure
+
+
+def _noise_band(difference: PairedDifference) -> dict[str, Any]:
+    """Return a band behind the rows: the interval of the A/A arm."""
+    low, high = (difference.percent[name] for name in ("low", "high"))
+    return {
+        "type": "rect",
+        "xref": "x",
+        "yref": "paper",
+        "x0": low,
+        "x1": high,
+        "y0": 0,
+        "y1": 1,
+        "fillcolor": _transparent(REFERENCE_COLOR),
+        "line": {"width": 0},
+        "layer": "below",
+    }
+
+
+def learning_rate_figure(summary: StudySummary) -> Figure | None:
+    """Draw the final loss of every cell against its learning rate; the chosen rate is marked."""
+    styles, traces = variant_styles(summary), []
+    by_cell = {init.cell: arm for arm in summary.arms for init in arm.by_init}
+    for search in summary.learning_rates:
+        tried = [trial for trial in search.tried if trial.loss is not None]
+        arm = by_cell.get(search.cell)
+        if not tried or arm is None:
+            continue
+        style, is_best = styles[arm.variant], search.cell == arm.cell
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": search.cell,
+                "x": [trial.lr for trial in tried],
+                "y": [trial.loss for trial in tried],
+                "line": {"color": style["color"], "width": 2, "dash": style["dash"] if is_best else "dot"},
+                "marker": {"size": [11 if trial.lr == search.chosen else 6 for trial in tried]},
+                "opacity": 1.0 if is_best else 0.5,
+                "meta": {"best": is_best},
+                "hovertemplate": f"{search.cell}: %{{x:.3g}}, loss %{{y:.4f}}<extra></extra>",
+            }
+        )
+    if not traces:
+        return None
+    layout = base_layout("learning rate") | {"height": 340, "hovermode": "closest"}
+    layout["xaxis"]["type"] = "log"
+    return {"data": traces, "layout": layout}
 
 
 def same_init_figure(summary: StudySummary) -> Figure | None:

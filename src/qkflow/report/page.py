@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from qkflow.html import json_for_script
 from qkflow.report import figures
 from qkflow.report.tables import format_difference, format_number, format_percent
-from qkflow.studies.results import StudySummary, Verdict
+from qkflow.studies.design import Verdict
+from qkflow.studies.results import StudySummary
+from qkflow.studies.sentences import power_sentence
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 _BADGES = {
     Verdict.HELPS: "▼",
     Verdict.HURTS: "▲",
-    Verdict.UNDECIDED: "≈",
+    Verdict.EQUIVALENT: "≈",
+    Verdict.UNDECIDED: "…",
     Verdict.NO_VERDICT: "?",
     Verdict.REFERENCE: "=",
 }
@@ -34,6 +37,7 @@ def render_report(summary: StudySummary, runs: Sequence[RunData]) -> str:
         summary=summary,
         config=summary.config,
         badges=_BADGES,
+        power_sentence=power_sentence(summary.power) if summary.power else "",
         styles=figures.variant_styles(summary),
         figures=figures_by_name,
         probes={name: figures.probe_title(name.removeprefix("probe-")) for name in probes},
@@ -72,6 +76,7 @@ def _build_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, 
         "gap": figures.perplexity_gap_figure(summary, runs),
         "loss-tokens": figures.loss_curve_figure(summary, runs, "tokens"),
         "loss-seconds": figures.loss_curve_figure(summary, runs, "seconds"),
+        "learning-rates": figures.learning_rate_figure(summary),
         **{f"probe-{name}": figure for name, figure in figures.probe_figures(summary, runs).items()},
     }
     return {name: figure for name, figure in figures_by_name.items() if figure is not None}

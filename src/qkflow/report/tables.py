@@ -7,11 +7,13 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qkflow.studies.results import StudySummary, Verdict
+from qkflow.studies.design import Verdict
+from qkflow.studies.results import StudySummary
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from qkflow.studies.blocked import BlockedDifference
     from qkflow.studies.run_data import RunData
     from qkflow.studies.stats import PairedDifference
 
@@ -20,6 +22,7 @@ _CURVE_COLUMNS = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "b
 _VERDICT_STYLES = {
     Verdict.HELPS: "bold green",
     Verdict.HURTS: "bold red",
+    Verdict.EQUIVALENT: "bold cyan",
     Verdict.REFERENCE: "bold",
     Verdict.NO_VERDICT: "dim",
 }
@@ -75,7 +78,7 @@ def format_percent(value: float | None) -> str:
     return "–" if value is None else f"{format_signed(value)}%"
 
 
-def format_difference(difference: PairedDifference | None) -> tuple[str, str]:
+def format_difference(difference: PairedDifference | BlockedDifference | None) -> tuple[str, str]:
     """Return a difference in percent of perplexity, and its interval, as text."""
     percent = difference.percent if difference else {}
     mean, low, high = (percent.get(name) for name in ("mean", "low", "high"))
@@ -91,16 +94,19 @@ def terminal_table(summary: StudySummary) -> Table:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
-    table.caption = "Δ: perplexity against the reference. tokens, time: to reach its final loss."
+    table.caption = f"Δ: {summary.metric} against the reference. tokens, time: to reach its final loss."
+    if summary.noise_floor:
+        table.caption += " A/A: the reference against itself with other seeds."
     table.add_column("variant", overflow="fold")
-    for name in ("ppl", "Δ", "interval", "tokens", "time", "step"):
+    by_bits = summary.metric == "bits per byte"
+    for name in ("bits/B" if by_bits else "ppl", "Δ", "interval", "tokens", "time", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for arm in summary.arms:
         cost = arm.cost
         table.add_row(
             Text(arm.variant, "bold").append(f"\n{arm.best_init}", "dim not bold"),
-            format_number(arm.perplexity, ".2f"),
+            format_number(arm.bits_per_byte, ".3f") if by_bits else format_number(arm.perplexity, ".2f"),
             *format_difference(arm.difference),
             *(
                 format_number(ratio, ".2f×")
@@ -108,4 +114,7 @@ def terminal_table(summary: StudySummary) -> Table:
             ),
             Text(arm.verdict, _VERDICT_STYLES.get(arm.verdict, "")),
         )
+    if summary.noise_floor:
+        floor = format_difference(summary.noise_floor.difference)
+        table.add_row(Text("A/A", "dim"), "", *floor, "", "", "", Text("noise floor", "dim"))
     return table

@@ -139,6 +139,10 @@ class ArmSummary:
     def p_holm(self) -> float | None:
         return self.difference.p_holm if isinstance(self.difference, CorrectedDifference) else None
 
+    @property
+    def p_equivalent_holm(self) -> float | None:
+        return self.difference.p_equivalent_holm if isinstance(self.difference, CorrectedDifference) else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; the keys of `cost` are at the top level."""
         values = {item.name: _to_plain(getattr(self, item.name)) for item in fields(self)}

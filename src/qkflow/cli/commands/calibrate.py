@@ -37,7 +37,8 @@ def calibrate_command(
 
     Args:
         studies: simulated studies per row.
-        seeds: numbers of seeds of the fixed designs; the largest is also that of the adaptive design (default: 3,5,10,20).
+        seeds: numbers of seeds of the fixed designs; the largest is also the most of the adaptive design
+            (default: 3,5,10,20).
         margin: margin of equivalence in percent of perplexity.
         json: print one JSON object with `rows` and `saving` instead of tables.
     """
