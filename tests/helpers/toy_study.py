@@ -27,4 +27,6 @@ TOY: dict[str, Any] = {
     "batch_size": 4,
     "lr": 0.3,
     "controls": "none",
+    "screening_seeds": 2,
 }
+SMALL_GRID = {"inits": "gpt2,fan_in", "seeds": 3}

@@ -39,7 +39,7 @@ def write_study(
     study_dir, grid = StudyDir(path), build_grid(config)
     models = {cell.variant.model_name for cell in grid.cells}
     tokens = dict.fromkeys(models, config.tokens or 0)
-    runs = grid.build_runs("compare", range(config.seeds), tokens_by_model=tokens)
+    runs = grid.build_runs("compare", range(config.n_seeds), tokens_by_model=tokens)
     arms, planned = tuple(arm.plan() for arm in grid.arms), tuple(run.plan() for run in runs)
     StudyPlan(config, config.to_command(str(path)), arms, tokens, jobs=2, runs=planned).save(study_dir)
     for run in runs:
@@ -115,12 +115,16 @@ def _write_run(path: Path, run: RunSpec, final: float) -> None:
 @pytest.fixture(scope="session")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of three variants and the two controls."""
-    config = ComparisonConfig(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
+    config = ComparisonConfig(
+        variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000, seeds=3, inits=("gpt2", "fan_in")
+    )
     return write_study(tmp_path_factory.mktemp("made") / "study", config, FINAL)
 
 
 @pytest.fixture(scope="session")
 def hostile_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study with text that must be escaped, and a variant whose runs all failed."""
-    config = ComparisonConfig(data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000)
+    config = ComparisonConfig(
+        data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000, seeds=3, inits=("gpt2", "fan_in")
+    )
     return write_study(tmp_path_factory.mktemp("made") / "hostile", config, FINAL, fail="euler@gpt2")

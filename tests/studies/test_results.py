@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.design import Verdict
 from qkflow.studies.results import (
+    AddedArm,
     ArmSummary,
-    ChoiceOfInit,
     ControlDifference,
     CorrectedDifference,
     Cost,
@@ -17,17 +19,26 @@ from qkflow.studies.results import (
     InitSummary,
     LrSearch,
     LrTrial,
+    NoiseFloor,
+    Power,
     RunCounts,
     StudySummary,
-    Verdict,
 )
 from qkflow.studies.stats import PairedDifference, VarianceRatio
 
 NUMBERS = {"mean": -0.1, "low": -0.2, "high": 0.0, "bootstrap_low": -0.15, "bootstrap_high": -0.05, "p": 0.04}
-PLAIN = PairedDifference(**NUMBERS, pairs=3)
-CORRECTED = CorrectedDifference(**NUMBERS, pairs=3, p_holm=0.08)
+TESTS = {"sd": 0.1, "p_equivalent": 0.5}
+PAIRED = {*NUMBERS, *TESTS, "pairs", "percent"}
+PLAIN = PairedDifference(**NUMBERS, **TESTS, pairs=3)
+CORRECTED = CorrectedDifference(**NUMBERS, **TESTS, pairs=3, p_holm=0.08, p_equivalent_holm=0.9)
 CONTROL = ControlDifference(
-    **NUMBERS, pairs=3, p_holm=0.08, verdict=Verdict.NO_EVIDENCE, control_verdict=Verdict.HELPS
+    **NUMBERS,
+    **TESTS,
+    pairs=3,
+    p_holm=0.08,
+    verdict=Verdict.UNDECIDED,
+    control_verdict=Verdict.HELPS,
+    p_noninferior=0.2,
 )
 ARM = ArmSummary(
     variant="euler",
@@ -44,10 +55,11 @@ ARM = ArmSummary(
     by_init=(InitSummary("gpt2", "euler@gpt2", "standard@gpt2", (0, 1, 2), 3e-3, 4.0, 54.6, PLAIN),),
     difference=CORRECTED,
     seed_variance_ratio=VarianceRatio(1.0, 0.1, 9.0),
-    choice_of_init=ChoiceOfInit(False, -0.09, -8.6),
-    verdict=Verdict.NO_EVIDENCE,
+    blocked=BlockedDifference(-0.1, -0.15, -0.05, 0.01, 0.02, 8, 5, 0.4),
+    seeds_to_decide=9,
+    verdict=Verdict.UNDECIDED,
     against_controls={"symmetric": CONTROL},
-    sentence="euler: no evidence.",
+    sentence="euler: undecided.",
 )
 SUMMARY = StudySummary(
     config=ComparisonConfig(tokens=1000),
@@ -55,10 +67,14 @@ SUMMARY = StudySummary(
     reference=ArmSummary("standard", "reference", "gpt2", "standard@gpt2", verdict=Verdict.REFERENCE),
     variants=(ARM,),
     runs=RunCounts(6, 5, (FailedRun("x", "euler@gpt2", 2, "loss is NaN"),)),
+    noise_floor=NoiseFloor("standard@gpt2", PLAIN),
+    power=Power(5, 3, 2.5, 0.02, "this study"),
+    planned_at="2026-11-18T03:00:00+00:00",
+    added_arms=(AddedArm("euler", "2026-11-18T04:00:00+00:00", 7),),
     learning_rates=(LrSearch("euler@gpt2", 3e-3, True, (LrTrial(3e-3, 4.0), LrTrial(6e-3, None))),),
     environment={"commit": ["a", "b"], "threads": 1},
     notes=("a note",),
-    headline="On speeches: no evidence.",
+    headline="On speeches: undecided.",
 )
 
 
@@ -73,20 +89,21 @@ def test_summary_json_keys() -> None:
     values = SUMMARY.to_dict()
     assert set(values) == {
         "config", "command", "reference", "variants", "runs", "learning_rates", "environment", "commit",
-        "notes", "headline",
+        "notes", "headline", "metric", "noise_floor", "power", "detectable_percent", "planned_at", "added_arms",
     }  # fmt: skip
     arm = values["variants"][0]
     assert set(arm) == {
         "variant", "role", "best_init", "cell", "seeds", "lr", "loss", "loss_by_seed", "perplexity",
         "bits_per_byte", "tokens", "flops", "seconds", "step_seconds", "peak_memory_bytes", "parameters",
         "tokens_to_target", "seconds_to_target", "step_time_ratio", "by_init", "difference",
-        "seed_variance_ratio", "choice_of_init", "verdict", "against_controls", "sentence",
+        "seed_variance_ratio", "blocked", "seeds_to_decide", "verdict", "against_controls", "sentence",
     }  # fmt: skip
-    assert set(arm["difference"]) == {*NUMBERS, "pairs", "percent", "p_holm"}
-    assert set(arm["by_init"][0]["same_init_difference"]) == {*NUMBERS, "pairs", "percent"}
+    assert set(arm["difference"]) == {*PAIRED, "p_holm", "p_equivalent_holm"}
+    assert set(arm["by_init"][0]["same_init_difference"]) == PAIRED
     controls = arm["against_controls"]["symmetric"]
-    assert set(controls) == {*NUMBERS, "pairs", "percent", "p_holm", "verdict", "control_verdict"}
-    assert arm["verdict"] == "no evidence"
+    corrected = {*PAIRED, "p_holm", "p_equivalent_holm"}
+    assert set(controls) == {*corrected, "verdict", "control_verdict", "p_noninferior"}
+    assert arm["verdict"] == "undecided"
     assert type(arm["verdict"]) is str
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from qkflow.studies import Comparison
-from qkflow.studies.run_data import RunData
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.results import ArmSummary, RunCounts, StudySummary
+from qkflow.studies.run_data import RunData
 from qkflow.studies.slow_path_findings import gate_findings
 
 

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from qkflow.studies.config import ComparisonConfig
-from qkflow.studies.results import ArmSummary, CorrectedDifference, Verdict
+from qkflow.studies.design import SeedDesign, Verdict
+from qkflow.studies.results import ArmSummary, CorrectedDifference
+from qkflow.studies.sentences import format_p_value, interval_phrase, percent_phrase
 from qkflow.studies.stats import PairedDifference
-from qkflow.studies.verdicts import (
-    correct_family,
-    decide_verdict,
-    format_p_value,
-    interval_phrase,
-    judge,
-    percent_phrase,
-)
+from qkflow.studies.verdicts import correct_family, decide_verdict, judge
 
 
 def difference(mean: float = -0.1, p: float | None = 0.01, pairs: int = 3) -> PairedDifference:
@@ -32,7 +29,9 @@ def corrected(mean: float, p_holm: float | None, pairs: int = 3) -> CorrectedDif
         (corrected(-0.1, 0.001, pairs=2), Verdict.NO_VERDICT),
         (corrected(-0.1, 0.0499), Verdict.HELPS),
         (corrected(0.1, 0.0499), Verdict.HURTS),
-        (corrected(-0.1, 0.0501), Verdict.NO_EVIDENCE),
+        (corrected(-0.1, 0.0501), Verdict.UNDECIDED),
+        (replace(corrected(-0.001, 0.2), p_equivalent_holm=0.01), Verdict.EQUIVALENT),
+        (replace(corrected(-0.001, 0.01), p_equivalent_holm=0.01), Verdict.HELPS),
     ],
 )
 def test_decide_verdict(tested: PairedDifference | None, verdict: Verdict) -> None:
@@ -48,7 +47,7 @@ def test_judge_without_verdicts_still_corrects() -> None:
     reference = ArmSummary("standard", "reference", "gpt2", "standard@gpt2")
     euler = ArmSummary("euler", "variant", "gpt2", "euler@gpt2", difference=difference())
     config = ComparisonConfig(verdict=False)
-    first, second = judge([reference, euler], config)
+    first, second = judge([reference, euler], config, SeedDesign.fixed())
     assert (first.verdict, second.verdict) == (Verdict.REFERENCE, Verdict.NO_VERDICT)
     assert second.p_holm == 0.01
     assert "no verdict requested" in second.sentence
