@@ -28,9 +28,7 @@ class TrainingCost:
         return cls(*(mean(values) for values in zip(*map(astuple, costs), strict=True)))
 
 
-def affordable_steps(
-    minutes: float, n_runs: int, jobs: int, cost: TrainingCost, tokens_per_step: int
-) -> int:
+def affordable_steps(minutes: float, n_runs: int, jobs: int, cost: TrainingCost, tokens_per_step: int) -> int:
     """Return the steps per run with which `n_runs` runs, `jobs` at a time, finish in `minutes`."""
     rounds, step_seconds = math.ceil(n_runs / jobs), cost.token_seconds * tokens_per_step
     steps = int((60 * minutes / rounds - cost.overhead_seconds) / step_seconds)

@@ -156,7 +156,8 @@ def _parse_component(text: str, variant: str, kinds: Mapping[str, str]) -> Compo
         return component
     if value is not None:
         raise InputError(
-            f"variant '{variant}': options follow a colon, e.g. {name}:n={value}", code="variant-option-syntax"
+            f"variant '{variant}': options follow a colon, e.g. {name}:n={value}",
+            code="variant-option-syntax",
         )
     component.options = [parse_option(option, name, variant) for option in options]
     return component

@@ -127,7 +127,9 @@ class ComparisonConfig:
             )
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr must be a positive number, got {self.lr:g}", code="invalid-lr")
-        if self.tune_lr and not (self.lr_factors and all(0 < factor < math.inf for factor in self.lr_factors)):
+        if self.tune_lr and not (
+            self.lr_factors and all(0 < factor < math.inf for factor in self.lr_factors)
+        ):
             raise InputError("--lr-factors must be positive numbers, e.g. 0.5,1,2", code="invalid-lr-factors")
         if not 0.5 <= self.confidence < 1:
             raise InputError(

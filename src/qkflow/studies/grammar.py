@@ -112,5 +112,6 @@ def _parse_braces(text: str, rest: str) -> tuple[tuple[str, tuple[str, ...]], ..
 
 def duplicate_key(text: str, key: str) -> InputError:
     return InputError(
-        f"variant '{text}' sets {key} twice: keep one, or write a sweep such as {key}=1,2", code="duplicate-key"
+        f"variant '{text}' sets {key} twice: keep one, or write a sweep such as {key}=1,2",
+        code="duplicate-key",
     )

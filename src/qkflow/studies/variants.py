@@ -94,9 +94,7 @@ class Variant:
         name, _, option = self.init_modifier.partition(":")
         number = f"={option.partition('=')[2]}" if option else ""
         # Other modifiers set W_Q·W_Kᵀ themselves, so nothing can be added to them.
-        plain = dict.fromkeys(
-            str(without_modifier(init)) for init in chosen if init.modifier in (None, name)
-        )
+        plain = dict.fromkeys(str(without_modifier(init)) for init in chosen if init.modifier in (None, name))
         if not plain:
             raise InputError(
                 f"variant '{self.name}' needs an init without a modifier: add gpt2 or fan_in to --inits",
@@ -113,7 +111,9 @@ def parse_variant(text: str, components: ComponentRegistry | None = None) -> Var
     """Parse the name of one variant. The error for a wrong one has the closest valid name or an example."""
     parsed = VariantText.parse(text)
     if parsed.count != 1:
-        raise InputError(f"'{text}' is a sweep of {parsed.count} variants: use one value per key", code="sweep")
+        raise InputError(
+            f"'{text}' is a sweep of {parsed.count} variants: use one value per key", code="sweep"
+        )
     (assignments,) = parsed.expand()
     return _build_variant(parsed, assignments, components or registered_components())
 
