@@ -109,7 +109,9 @@ def build_run_config(
     variant, overrides = cell.variant, to_sections(cell.variant.overrides)
     attention = {"coupling": variant.coupling, "scoring": variant.scoring}
     model: dict[str, Any] = {
-        **{"preset": config.preset, "init": str(cell.init), **overrides.model},
+        "preset": config.preset,
+        "init": str(cell.init),
+        **overrides.model,
         "attention": {**attention, **overrides.model.get("attention", {})},
     }
     train: dict[str, Any] = {
@@ -268,8 +270,8 @@ def _check_size(grid: Grid) -> None:
             )
         if grid.config.tokens is not None and grid.config.tokens < step:
             raise InputError(
-                f"--tokens {grid.config.tokens} is less than one step of '{cell.variant.name}' ({step} tokens): "
-                "use more tokens or a smaller batch",
+                f"--tokens {grid.config.tokens} is less than one step of '{cell.variant.name}' ({step} "
+                "tokens): use more tokens or a smaller batch",
                 code="tokens-below-one-step",
             )
 
