@@ -1,4 +1,4 @@
-"""The components of a variant, `leapfrog:n=7+differential`: which exist, their options, their canonical text."""
+"""The components of a variant, `leapfrog:n=7+differential`: which exist, their options, canonical text."""
 
 from __future__ import annotations
 
@@ -182,7 +182,8 @@ def add_option(
     if len(takers) > 1:
         names = " and ".join(component.name for component in takers)
         raise InputError(
-            f"variant '{variant}': {names} both take {key}: write it after one, e.g. {takers[0].name}:{key}={value}",
+            f"variant '{variant}': {names} both take {key}: write it after one, e.g. "
+            f"{takers[0].name}:{key}={value}",
             code="ambiguous-option",
         )
     config_key = next((name for name in config_keys() if name.endswith(f".{key}")), None)

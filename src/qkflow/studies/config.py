@@ -37,8 +37,7 @@ class ComparisonConfig:
     The descriptions are also the help texts of `qkflow compare`.
 
     data        corpus: a built-in name, a path, or hf:NAME.
-    variants    variants to compare, e.g. "euler,leapfrog:n=7,affine+differential,euler{step=0,0.1,1}"; see the
-                examples.
+    variants    variants to compare, e.g. "euler,leapfrog:n=7,affine+differential,euler{step=0,0.1,1}".
     baselines   variants of the pool that every variant has to beat: the best of them with any init is the
                 reference, e.g. "standard{attention.qk_norm=false,true}".
     controls    variants that could explain a gain by something simpler; `none` for no controls.

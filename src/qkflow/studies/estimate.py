@@ -15,11 +15,11 @@ from qkflow.studies.config import ComparisonConfig
 from qkflow.system import process_cpu_count, resolve_device
 
 MAX_RUNS = 2_000  # of one study
-# Matmul FLOPs of training per second, as a fraction of those of one large fp32 matmul. Of `tiny` on a CPU core;
-# the rest is memory traffic, the optimizer and Python. Larger models use more.
-UTILIZATION = 0.5
+# Matmul FLOPs of training per second, as a fraction of those of a 512³ fp32 matmul on one CPU core: 0.65 for
+# `tiny` and 0.78 for `small`. The rest is memory traffic, the optimizer and Python.
+UTILIZATION = 0.7
 RUN_OVERHEAD_SECONDS = 5.0  # start-up of a worker
-_MATMUL_SIZE = {"cpu": 768}  # else 4096
+_MATMUL_SIZE = {"cpu": 512}  # short enough to run uninterrupted on a busy machine; other devices: 4096
 
 
 def matmul_flops_per_second(device: str, threads: int = 1, seconds: float = 0.2) -> float:

@@ -23,7 +23,9 @@ _ITEM = re.compile(r"(?P<key>[A-Za-z_][A-Za-z0-9_.\-]*)\s*=(?P<value>.*)", re.DO
 
 def split_outside_braces(text: str, separator: str) -> list[str]:
     """Split at a character, except within braces, brackets and quoted values."""
-    items, start, open_until, previous = [], 0, [], ""
+    items: list[str] = []
+    open_until: list[str] = []  # the characters that close what is open
+    start, previous = 0, ""
     for position, character in enumerate(text):
         if open_until and open_until[-1] in _QUOTES:
             if character == open_until[-1]:
@@ -88,8 +90,8 @@ def _parse_braces(text: str, rest: str) -> tuple[tuple[str, tuple[str, ...]], ..
         raise InputError(f"variant '{text}': the braces are not balanced: {example}", code="variant-syntax")
     if after[0].strip():
         raise InputError(
-            f"variant '{text}' continues after the braces with '{after[0].strip()}': the braces follow the last "
-            f"component, {example}",
+            f"variant '{text}' continues after the braces with '{after[0].strip()}': the braces follow the "
+            f"last component, {example}",
             code="variant-syntax",
         )
     sweeps: dict[str, list[str]] = {}

@@ -280,8 +280,8 @@ def _check_size(grid: Grid) -> None:
             )
         if grid.config.tokens is not None and grid.config.tokens < step:
             raise InputError(
-                f"--tokens {grid.config.tokens} is less than one step of '{cell.variant.name}' ({step} tokens): "
-                "use more tokens or a smaller batch",
+                f"--tokens {grid.config.tokens} is less than one step of '{cell.variant.name}' ({step} "
+                "tokens): use more tokens or a smaller batch",
                 code="tokens-below-one-step",
             )
 

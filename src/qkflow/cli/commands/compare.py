@@ -1,4 +1,4 @@
-"""`qkflow compare`: does a variant beat standard attention on a corpus?"""
+"""`qkflow compare`: does a variant beat the best baseline on a corpus?"""
 
 from __future__ import annotations
 
@@ -6,41 +6,81 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
 from qkflow import console, studies
 from qkflow.cli.options import options_from
 from qkflow.report import write_outputs
 from qkflow.studies import Comparison, ComparisonConfig
 from qkflow.studies.config import ExecutionConfig
+from qkflow.studies.preview import StudyPreview, preview
 from qkflow.studies.runner.execution import StudyInterrupted
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
 @options_from(ComparisonConfig, ExecutionConfig, as_text=("tokens",))
-def compare(settings: dict[str, Any], out: Path | None = None, json: bool = False) -> int:
-    """Compare variants of attention with the standard model at its best init.
+def compare(
+    settings: dict[str, Any], out: Path | None = None, dry_run: bool = False, json: bool = False
+) -> int:
+    """Compare variants of attention with the best baseline at its best init.
 
-    Every variant is trained with every init and the same seeds. The verdict is on the paired difference of
-    final validation losses, each side at its best init, with an interval. Without --tokens and --minutes, a
-    run trains on 200k tokens. The same command resumes an interrupted comparison; seeds, variants and inits
-    may be added later.
+    Every variant and baseline is trained with every init and the same seeds. The verdict is on the paired
+    difference of final validation losses to the reference, the best baseline; each side has its best init.
+    Without --tokens and --minutes, a run trains on 200k tokens. The same command resumes an interrupted
+    comparison; seeds, variants, baselines and inits may be added later.
+
+    A variant is COMPONENTS{OVERRIDES}@INIT, e.g. "leapfrog:n=7+differential{train.lr=1e-3}@fan_in". Overrides
+    are options of its components (euler{step=0.1} is euler:step=0.1) and keys of `qkflow config`:
+    attention.KEY, model.KEY, slow.KEY, train.KEY, data.tokenizer and data.seq_len. Several values are a
+    sweep, and sweeps multiply: euler{step=0,0.1,1} is three variants. Quote braces: the shell expands them.
 
     examples:
       qkflow compare
       qkflow compare --data my.txt --variants standard,euler,leapfrog:n=7 --seeds 5 --tokens 1M --out study
       qkflow compare --data speeches --minutes 10 --tune-lr
       qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
+      qkflow compare --variants "euler{step=0,0.1,1},symmetric:c=-1" --dry-run
+      qkflow compare --baselines "standard{attention.qk_norm=false,true}" --variants affine
+      qkflow compare --variants "standard{train.schedule=cosine,wsd, train.lr=1e-3,3e-3}" --controls none
 
     Args:
         out: folder of the study (default: runs/DATA-PRESET-BUDGET).
+        dry_run: print arms, runs, FLOPs and estimated hours, and exit; nothing is written.
         json: print the summary as one JSON object on stdout.
     """
+    if dry_run:
+        return print_preview(preview(out=out, **settings), json)
     try:
         comparison = studies.compare(out=out, **settings)
     except StudyInterrupted:
         return print_interrupted()
     write_outputs(comparison)
     return print_comparison(comparison, json)
+
+
+def print_preview(planned: StudyPreview, json: bool) -> int:
+    """Print what a comparison would run."""
+    if json:
+        console.emit_json(planned.to_dict())
+        return 0
+    table = Table(box=None, pad_edge=False)
+    table.add_column("arm", overflow="fold")
+    for column in ("role", "cells", "runs", "tokens per run", "FLOPs", "hours"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "role" else "right")
+    for arm in planned.arms:
+        cost = f"{arm.flops:.2g}", f"{arm.hours:.2f}"
+        table.add_row(Text(arm.name), arm.role, str(len(arm.cells)), str(arm.runs), f"{arm.tokens:,}", *cost)
+    total = f"{planned.flops:.2g}", f"{planned.hours:.2f}"
+    table.add_row("total", "", str(planned.cells), str(planned.runs), "", *total, style="bold")
+    console.out.print(table)
+    speed = f"{planned.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
+    basis = f"{planned.jobs} runs at a time, {planned.utilization:.0%} of the measured {speed} of a matmul"
+    console.out.print(f"hours: {basis}", markup=False, highlight=False)
+    for note in planned.notes:
+        console.out.print(f"! {note}", markup=False, highlight=False, style="yellow")
+    return 0
 
 
 def print_interrupted() -> int:
