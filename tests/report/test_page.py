@@ -106,7 +106,7 @@ def test_sections_are_in_order(page: Page, comparison: Comparison) -> None:
     ]
     places = [text.index(words) for words in order]
     assert places == sorted(places)
-    assert "The reference is the standard model at its best init, gpt2" in text
+    assert "The reference is the best baseline, standard with gpt2" in text
     assert "1a2b3c4" in text
 
 

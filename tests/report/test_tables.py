@@ -36,7 +36,7 @@ def test_table_fits_80_columns(study: Path) -> None:
     Console(file=text, width=80).print(terminal_table(load_comparison(study).summary))
     lines = text.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines)
-    for words in ("leapfrog:n=7", "no evidence", "reference", "helps", "hurts", "−10.4%"):
+    for words in ("leapfrog:n=7", "undecided", "reference", "helps", "hurts", "−10.4%"):
         assert words in text.getvalue()
 
 

@@ -85,7 +85,8 @@ def test_gain_over_a_badly_initialized_baseline_does_not_count() -> None:
     euler = get_arm(summary, "euler")
     assert summary.reference.best_init == "gpt2"
     assert euler.best_init == "gpt2"
-    assert euler.verdict == "no evidence"
+    assert euler.verdict == "equivalent"
+    assert "euler is equivalent within 1%" in euler.sentence
     differences = {init.init: init.same_init_difference for init in euler.by_init}
     same = {init: difference.percent["mean"] for init, difference in differences.items() if difference}
     assert same["fan_in"] == pytest.approx(100 * math.expm1(-0.1), abs=0.3)
@@ -119,7 +120,8 @@ def test_gain_that_a_control_also_has() -> None:
     }
     euler = get_arm(summarize({**STANDARD, "euler@gpt2": 3.9, "euler@fan_in": 4.2, **free}), "euler")
     assert euler.verdict == "helps"
-    assert "symmetric init alone, which is free, does as well" in euler.sentence
+    assert "symmetric init alone, which is free, is not inferior to it within 1%" in euler.sentence
+    assert euler.against_controls["symmetric"].p_noninferior < 0.05
     better: dict[str, float | list[float]] = {**free, "standard@fan_in+symmetric=1": 3.7}
     euler = get_arm(summarize({**STANDARD, "euler@gpt2": 3.9, "euler@fan_in": 4.2, **better}), "euler")
     assert "does better still" in euler.sentence
@@ -150,8 +152,9 @@ def test_verdicts_are_corrected_for_all_tests() -> None:
     judged = get_arm(summary, "euler")
     assert judged.difference is not None
     assert judged.difference.p < 0.05 < judged.p_holm
-    assert judged.verdict == "no evidence"
-    assert "too little for so many comparisons" in judged.sentence
+    assert judged.verdict == "undecided"
+    assert judged.seeds_to_decide is not None
+    assert f"About {judged.seeds_to_decide - 3} more seed" in judged.sentence
 
 
 def test_diverged_seed_disqualifies_an_init() -> None:
@@ -195,7 +198,7 @@ def test_symmetric_init_as_the_reference() -> None:
     summary = summarize(final, config)
     assert summary.reference.best_init == "fan_in+symmetric=1"
     assert get_arm(summary, "symmetric").verdict == "reference"
-    assert get_arm(summary, "euler").verdict == "no evidence"
+    assert get_arm(summary, "euler").verdict == "equivalent"
 
 
 def test_ratios_to_the_reference_and_mixed_commits() -> None:

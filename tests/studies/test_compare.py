@@ -16,7 +16,13 @@ from qkflow.errors import InputError
 from qkflow.report import write_outputs
 from qkflow.studies import Comparison, ComparisonConfig, StudySummary, compare, load_comparison
 from qkflow.studies.budgets import TrainingCost, affordable_steps
-from qkflow.studies.grid import CALIBRATION_SEEDS, CALIBRATION_STEPS, TUNING_SEED, build_grid
+from qkflow.studies.grid import (
+    CALIBRATION_SEEDS,
+    CALIBRATION_STEPS,
+    NOISE_FLOOR_SEED,
+    TUNING_SEED,
+    build_grid,
+)
 from qkflow.studies.plan import StudyPlan
 from qkflow.studies.runner.study_dir import StudyDir
 from toy_study import SMALL_GRID, TOY
@@ -116,6 +122,59 @@ def test_learning_rates_are_tuned_on_a_separate_seed(tmp_path: Path) -> None:
     assert {run.phase for run in comparison.runs if (runs / run.id / "model").exists()} == {"compare"}
     assert {row["lr"] for row in comparison.rows} == {0.3}
     assert StudySummary.from_dict(comparison.summary.to_dict()) == comparison.summary
+
+
+def test_adaptive_seeds_stop_when_all_verdicts_are_decided(tmp_path: Path) -> None:
+    settings = {"variants": "euler@gpt2", "seeds": "auto", "max_seeds": 8, "inits": "gpt2", **TOY}
+    comparison = compare("toy", out=tmp_path / "s", **settings)
+    (euler,) = comparison.summary.variants
+    assert euler.verdict == "helps"
+    assert len(euler.seeds) in (3, 4, 5)
+    assert comparison.summary.reference.seeds == euler.seeds
+    assert comparison.summary.noise_floor.difference.pairs == len(euler.seeds)
+    assert comparison.is_complete
+    starts = count_starts(tmp_path / "s")
+    again = compare("toy", out=tmp_path / "s", **settings)
+    assert count_starts(tmp_path / "s") == starts
+    assert again.summary == comparison.summary
+
+
+def test_adaptive_seeds_stop_at_their_maximum(tmp_path: Path) -> None:
+    settings = {**TOY, "seeds": "auto", "max_seeds": 4, "margin": 1e-6, "inits": "gpt2", "lr": 1e-9}
+    comparison = compare("toy", variants="euler@gpt2,drift@gpt2", out=tmp_path / "s", **settings)
+    assert {arm.verdict for arm in comparison.summary.variants} <= {"undecided", "hurts", "helps"}
+    assert max(len(arm.seeds) for arm in comparison.summary.arms) <= 4
+    assert comparison.summary.power.seeds == 4
+
+
+@pytest.mark.parametrize("change", [{"seeds": 4}, {"seeds": "auto"}, {"margin": 2.0}, {"confidence": 0.9}])
+def test_plan_is_fixed_once_results_were_seen(comparison: Comparison, change: dict[str, Any]) -> None:
+    settings = {**SMALL_GRID, **TOY, **change}
+    with raises_code("plan-fixed"):
+        compare("toy text", variants="standard,euler", out=comparison.folder, **settings)
+
+
+def test_noise_floor_and_added_arms(comparison: Comparison) -> None:
+    floor = comparison.summary.noise_floor
+    assert floor.cell == "standard@gpt2"
+    assert floor.difference.low < floor.difference.mean < floor.difference.high
+    noise = [run for run in comparison.runs if run.phase == "noise"]
+    assert [run.seed for run in noise] == [NOISE_FLOOR_SEED + seed for seed in range(3)]
+    assert not any((comparison.folder / "runs" / run.id / "model").exists() for run in noise)
+    assert comparison.summary.added_arms == ()
+    assert comparison.summary.planned_at.startswith("20")
+
+
+def test_pilot_tells_the_power_before_the_first_run(
+    comparison: Comparison, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"variants": "euler@gpt2", "inits": "gpt2", "seeds": 3, **TOY}
+    compare("toy", out=tmp_path / "a", **settings)
+    assert "standard deviations of the paired" in " ".join(capsys.readouterr().err.split())
+    compare("toy", out=tmp_path / "b", pilot=str(comparison.folder), **settings)
+    assert "from the pilot study" in " ".join(capsys.readouterr().err.split())
+    with raises_code("not-a-study"):
+        compare("toy", out=tmp_path / "c", pilot=str(tmp_path / "nowhere"), **settings)
 
 
 def test_match_flops_gives_the_more_expensive_model_fewer_tokens(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def test_parse_lists_and_counts() -> None:
         ({"tokens": "lots"}, "invalid-count"),
         ({"lr_factors": "x"}, "invalid-lr-factors"),
         ({"schedule": "cosin"}, "unknown-schedule"),
-        ({"seeds": "three"}, "wrong-type"),
+        ({"seeds": "three"}, "invalid-seeds"),
+        ({"max_seeds": "many"}, "wrong-type"),
     ],
 )
 def test_parse_rejects(settings: dict[str, Any], code: str) -> None:

@@ -89,7 +89,8 @@ def test_summary_json_keys() -> None:
     values = SUMMARY.to_dict()
     assert set(values) == {
         "config", "command", "reference", "variants", "runs", "learning_rates", "environment", "commit",
-        "notes", "headline", "metric", "noise_floor", "power", "detectable_percent", "planned_at", "added_arms",
+        "notes", "headline", "metric", "noise_floor", "power", "detectable_percent", "planned_at",
+        "added_arms",
     }  # fmt: skip
     arm = values["variants"][0]
     assert set(arm) == {

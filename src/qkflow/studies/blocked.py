@@ -95,5 +95,6 @@ def equal_variance_p(x: np.ndarray) -> float | None:
 
     if x.shape[0] < 3 or x.shape[1] < 3:  # residuals of two arms are mirror images
         return None
-    p = float(stats.levene(*residuals(x), center="median").pvalue)
+    with np.errstate(invalid="ignore", divide="ignore"):  # residuals without any variance
+        p = float(stats.levene(*residuals(x), center="median").pvalue)
     return p if np.isfinite(p) else None

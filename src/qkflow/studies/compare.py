@@ -131,6 +131,7 @@ def compare(
     config = ComparisonConfig.parse(data=data, **settings)
     ExecutionConfig(engine, jobs, threads).check()
     grid, study_dir = plan_study(config, out, components)
+    pilot_sd = read_pilot_sd(config.pilot)
     if engine == "local":
         resolve_device(config.device)
     prepare = prepare_data or prepare_corpus
@@ -140,7 +141,7 @@ def compare(
     started = ENGINES[engine](worker_command, threads, config.device)
     try:
         with study_dir.lock():
-            _StudyRunner(grid, study_dir, started, jobs, data_overrides).run()
+            _StudyRunner(grid, study_dir, started, jobs, data_overrides, pilot_sd).run()
     finally:
         started.close()
     return load_comparison(study_dir.path)
@@ -164,15 +165,16 @@ def load_comparison(folder: str | Path) -> Comparison:
     study_dir = StudyDir(Path(folder))
     plan = StudyPlan.load(study_dir)
     runs = load_runs(study_dir, plan)
-    return Comparison(study_dir.path, analyze(plan, runs, read_pilot_sd(plan.config.pilot)), runs)
+    return Comparison(study_dir.path, analyze(plan, runs), runs)
 
 
 def read_pilot_sd(folder: str | None) -> float | None:
     """Return the standard deviation of paired differences in a pilot study; None without one."""
-    if folder is None or not StudyDir(Path(folder)).exists:
+    if folder is None:
         return None
-    plan = StudyPlan.load(StudyDir(Path(folder)))
-    power = analyze(plan, load_runs(StudyDir(Path(folder)), plan)).power
+    study_dir = StudyDir(Path(folder))
+    plan = StudyPlan.load(study_dir)
+    power = analyze(plan, load_runs(study_dir, plan)).power
     return None if power is None else power.sd
 
 
@@ -216,8 +218,8 @@ def _check_compatible(config: ComparisonConfig, study_dir: StudyDir) -> None:
         before, now = getattr(earlier, name), getattr(config, name)
         if before != now:
             raise InputError(
-                f"{study_dir.path} was planned with --{name.replace('_', '-')} {before}, not {now}: changing it "
-                "after a look at the results makes false verdicts more frequent. Use another --out, with "
+                f"{study_dir.path} was planned with --{name.replace('_', '-')} {before}, not {now}: changing "
+                "it after a look at the results makes false verdicts more frequent. Use another --out, with "
                 "--seeds auto to add seeds as needed, or --no-verdict for the numbers alone",
                 code="plan-fixed",
             )
@@ -247,7 +249,9 @@ class _StudyRunner:
         engine: Engine,
         jobs: int | None,
         data_overrides: dict[str, dict[str, Any]],
+        pilot_sd: float | None = None,
     ) -> None:
+        self.pilot_sd = pilot_sd
         self.grid, self.config, self.study_dir, self.engine = grid, grid.config, study_dir, engine
         self.jobs, self.data_overrides = jobs or engine.default_jobs(), data_overrides
         self.runs: list[RunSpec] = []
@@ -279,9 +283,10 @@ class _StudyRunner:
             runs = self._build_runs(
                 "compare", range(before, n), cells=[by_name[name] for name in names], lr_by_cell=lr_by_cell
             )
-            repeats = range(NOISE_FLOOR_SEED + before, NOISE_FLOOR_SEED + n)
-            reference = [by_name[screenings[0].leader.name]]
-            runs += self._build_runs("noise", repeats, cells=reference, lr_by_cell=lr_by_cell)
+            if self.config.verdict:
+                repeats = range(NOISE_FLOOR_SEED + before, NOISE_FLOOR_SEED + n)
+                reference = [by_name[screenings[0].leader.name]]
+                runs += self._build_runs("noise", repeats, cells=reference, lr_by_cell=lr_by_cell)
             trackers = self._execute(f"comparing, {n} seeds", runs)
             _delete_models(tracker for tracker in trackers if tracker.spec.phase == "noise")
             before = n
@@ -297,7 +302,7 @@ class _StudyRunner:
         if not self.config.verdict:
             return
         runs = load_runs(self.study_dir, self.plan()) if self.study_dir.exists else []
-        power = analyze(self.plan(), runs, read_pilot_sd(self.config.pilot)).power
+        power = analyze(self.plan(), runs, self.pilot_sd).power
         if power is not None:
             console.err.print(power_sentence(power), markup=False, highlight=False)
 

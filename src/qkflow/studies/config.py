@@ -154,12 +154,13 @@ class ComparisonConfig:
         if self.seeds == AUTO:
             if not self.verdict:
                 raise InputError(
-                    "--seeds auto adds seeds until verdicts are decided, so --no-verdict needs a number of seeds",
+                    "--seeds auto adds seeds until verdicts are decided: with --no-verdict, give a number",
                     code="auto-seeds-without-verdict",
                 )
             if not MIN_SEEDS_FOR_VERDICT <= self.max_seeds <= MAX_SEEDS:
                 raise InputError(
-                    f"--max-seeds must be between {MIN_SEEDS_FOR_VERDICT} and {MAX_SEEDS}, got {self.max_seeds}",
+                    f"--max-seeds must be between {MIN_SEEDS_FOR_VERDICT} and {MAX_SEEDS}, got "
+                    f"{self.max_seeds}",
                     code="invalid-max-seeds",
                 )
         elif not 1 <= self.n_seeds <= MAX_SEEDS:

@@ -188,7 +188,7 @@ class Grid:
         """The most runs there can be: inits are retired, and a wider grid of learning rates adds some."""
         tuned = [cell for cell in self.cells if self.config.tune_lr and cell.fixed_lr is None]
         screening = len(self.screened_cells) * self.config.screening_seeds
-        judged = (len(self.cells) + 1) * self.config.n_seeds  # and the noise floor
+        judged = (len(self.cells) + self.config.verdict) * self.config.n_seeds  # 1: the noise floor
         return screening + judged + len(tuned) * len(self.config.lr_factors)
 
     @property

@@ -70,7 +70,7 @@ def paired_difference(
     variant: Sequence[float], reference: Sequence[float], confidence: float = 0.95, seed: int = 0
 ) -> PairedDifference:
     """Compare the losses of a variant with those of the reference, paired by position."""
-    if len(variant) != len(reference) or not variant:
+    if len(variant) != len(reference) or not len(variant):
         raise ValueError(f"expected pairs, got {len(variant)} and {len(reference)} values")
     d = np.asarray(variant, dtype=float) - np.asarray(reference, dtype=float)
     low, high, p = t_interval(d, confidence)

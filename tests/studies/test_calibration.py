@@ -1,0 +1,104 @@
+"""Simulated studies: error rates within their simulation error. `qkflow calibrate` runs many more."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from input_errors import raises_code
+from qkflow.cli.main import dispatch
+from qkflow.studies.calibration import (
+    NULL_SCENARIOS,
+    DesignName,
+    Scenario,
+    arm_p_values,
+    calibrate,
+    choose_leaders,
+    effect_scenarios,
+    runs_saved,
+)
+from qkflow.studies.design import SeedDesign
+from qkflow.studies.screening import CellData, differences, paired_losses, screen
+
+STUDIES = 600
+LIMIT = 0.05 + 3 * math.sqrt(0.05 * 0.95 / STUDIES)
+
+
+@pytest.mark.parametrize("scenario", NULL_SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(("design", "seeds"), [("fixed", 5), ("adaptive", 12)])
+def test_false_verdicts_without_effect(scenario: Scenario, design: DesignName, seeds: int) -> None:
+    row = calibrate(scenario, seeds, design, studies=STUDIES)
+    assert row.false_verdicts <= LIMIT
+    assert row.power is None
+
+
+def test_effects_are_found_and_adaptive_studies_stop_early() -> None:
+    large = Scenario("", effect=-0.1, all_arms=True)
+    fixed, adaptive = (calibrate(large, 12, design, studies=200) for design in ("fixed", "adaptive"))
+    assert fixed.power == adaptive.power == 1.0
+    assert adaptive.mean_seeds < 6 < fixed.mean_seeds == 12
+    assert adaptive.mean_runs < 0.7 * fixed.mean_runs
+    weak = calibrate(effect_scenarios((0.5,))[0], 3, "fixed", studies=200)
+    assert weak.power is not None
+    assert weak.power < 0.2
+
+
+def test_equivalence_is_not_claimed_outside_the_margin() -> None:
+    at_margin = Scenario("", effect=math.log1p(0.0101), noise=(0.002,) * 3, all_arms=True)
+    row = calibrate(at_margin, 8, "fixed", studies=STUDIES)
+    assert row.false_equivalent <= LIMIT
+    inside = calibrate(Scenario("", noise=(0.002,) * 3), 8, "fixed", studies=100)
+    assert inside.undecided < 0.05
+
+
+def test_simulated_p_values_are_those_of_a_real_study() -> None:
+    """The same losses through the vectorized simulation and through the cells of a study."""
+    losses = Scenario("", arms=2, init_gaps=(0.0, 0.004, 0.3)).draw(1, 3 + 6, np.random.default_rng(0))
+    leaders, racing = choose_leaders(losses[..., :3], np.isfinite(losses[..., 0]))
+    for design in (SeedDesign.fixed(margin=0.01), SeedDesign.adaptive(6, margin=0.01)):
+        simulated = arm_p_values(losses[..., 3:], leaders, racing, design)[:, 0, :, -1]
+        arms = [
+            [
+                CellData(f"{a}@{c}", str(c), screened=dict(enumerate(x[:3])), judged=dict(enumerate(x[3:])))
+                for c, x in enumerate(cells)
+            ]
+            for a, cells in enumerate(losses[0])
+        ]
+        pool, *others = map(screen, arms)
+        for arm, screening in enumerate(others):
+            found = design.difference(
+                *paired_losses(screening.leader.judged, pool.leader.judged),
+                leader=[-d for d in differences(pool.rivals, screening.leader)],
+                cells=differences(screening.rivals, pool.leader),
+            )
+            assert (found.p, found.p_equivalent) == pytest.approx(tuple(simulated[:, arm]))
+
+
+def test_runs_saved() -> None:
+    saving = runs_saved(studies=200).to_dict()
+    assert saving["ratio"] >= 2
+    assert saving["ratio_screened"] > 1.3
+
+
+def test_calibrate_command(capsys: pytest.CaptureFixture[str]) -> None:
+    dispatch(["calibrate", "--studies", "100", "--seeds", "3,5", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {"scenario", "seeds", "design", "false_verdicts", "power", "mean_runs"} <= rows[0].keys()
+    assert {(row["design"], row["seeds"]) for row in rows} == {("fixed", 3), ("fixed", 5), ("adaptive", 5)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--studies", "1"], "invalid-studies"),
+        (["--seeds", "2"], "invalid-seeds"),
+        (["--seeds", "x"], "invalid-seeds"),
+        (["--margin", "0"], "invalid-margin"),
+    ],
+)
+def test_calibrate_rejects(arguments: list[str], code: str) -> None:
+    with raises_code(code):
+        dispatch(["calibrate", *arguments])
