@@ -302,8 +302,8 @@ def _cell(variant: Variant, init: InitScheme, pool: Collection[Cell]) -> Cell:
     same_init = {cell.variant.name_without_init: cell for cell in pool if cell.init == own_init}
     same_overrides = [cell for cell in same_init.values() if cell.variant.overrides == variant.overrides]
     plain = Variant(overrides=variant.overrides).name
-    found = same_init.get(plain) or next(iter(same_overrides), None) or same_init.get(Variant().name)
-    return Cell(variant, init, found.name if found else "")
+    baseline = same_init.get(plain) or next(iter(same_overrides), None) or same_init.get(Variant().name)
+    return Cell(variant, init, baseline.name if baseline else "")
 
 
 def check_models(grid: Grid) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def preview(
     grid, study_dir = plan_study(config, out)
     jobs = jobs or default_jobs(config.device, threads)
     speed = matmul_flops_per_second(config.device, threads)
-    cost = {cell.variant.model_name: _flops_per_token(grid, cell) for cell in grid.one_cell_per_model()}
+    cost = _flops_per_token(grid)
     tokens = _tokens_by_model(grid, cost, speed, jobs)
 
     def summarize(cells: Sequence[Cell]) -> tuple[int, float, float]:
@@ -105,11 +105,19 @@ def _counted_tokens(tokens: int) -> float:
     return tokens + _EVAL_COST * (EVALS_PER_RUN + 1) * eval_tokens(tokens)
 
 
-def _flops_per_token(grid: Grid, cell: Cell) -> float:
-    config = grid.config
-    values = build_run_config(config, cell, seed=0, lr=config.lr, tokens=config.tokens or 1)
-    size = vocab_size(cell.tokenizer(config), config.preset)
-    return flops_per_token(RunConfig.from_dict(values).model_config(size), cell.seq_len(config))
+def _flops_per_token(grid: Grid) -> dict[str, float]:
+    """Return the FLOPs of a training token by model; models that differ in `train` alone are counted once."""
+    config, by_model = grid.config, {}
+    counted: dict[str, float] = {}
+    for cell in grid.one_cell_per_model():
+        values = build_run_config(config, cell, seed=0, lr=config.lr, tokens=config.tokens or 1)
+        size, seq_len = vocab_size(cell.tokenizer(config), config.preset), cell.seq_len(config)
+        model = replace(RunConfig.from_dict(values).model_config(size), init="gpt2")
+        key = repr((model, seq_len))
+        if key not in counted:
+            counted[key] = flops_per_token(model, seq_len)
+        by_model[cell.variant.model_name] = counted[key]
+    return by_model
 
 
 def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: int) -> dict[str, int]:
