@@ -20,7 +20,7 @@ from qkflow.cli.options import options_from
 COMPARE_FLAGS = {
     "data", "variants", "controls", "inits", "seeds", "preset", "tokens", "minutes", "out", "tokenizer",
     "seq_len", "batch_size", "lr", "schedule", "tune_lr", "lr_factors", "match", "verdict", "confidence",
-    "device", "engine", "jobs", "threads", "json",
+    "device", "engine", "jobs", "threads", "json", "baselines", "dry_run",
 }  # fmt: skip
 REPRODUCE_FLAGS = {
     "study", "data", "tokens", "seeds", "stages", "preset", "out", "tokenizer", "seq_len", "batch_size", "lr",

@@ -65,12 +65,13 @@ def refused(
     return call
 
 
+MANY = ",".join(map(str, range(1, 3000)))
 SMALL = ("--tokenizer", "bytes", "--seq-len", "16", "--batch-size", "4")
 Case = tuple[list[str], str | None, str]  # flags, error code, and text that the message must contain
 
 
 def cases(*rows: Case) -> pytest.MarkDecorator:
-    ids = [" ".join(flags) for flags, _, _ in rows]
+    ids = [" ".join(flags)[:60] for flags, _, _ in rows]
     return pytest.mark.parametrize(("flags", "code", "named"), rows, ids=ids)
 
 
@@ -140,6 +141,16 @@ def test_train(refused: Refused, flags: list[str], code: str | None, named: str)
     (["--variants", "euler@nowhere"], "unknown-init", "'nowhere'"),
     (["--variants", "standard+pace=increasing:40"], "invalid-pace", "standard+pace=4"),
     (["--variants", ""], "no-variants", "--variants"),
+    (["--variants", "standard{train.lrr=1}"], "unknown-key", "'lr'"),
+    (["--variants", "standard{attention.qk_norm=3}"], "wrong-type", "true or false"),
+    (["--variants", "standard{train.tokens=1M}"], "key-set-by-study", "--tokens"),
+    (["--variants", "euler{step=}"], "empty-sweep", "step=1"),
+    (["--variants", "euler{step=1"], "variant-syntax", "balanced"),
+    (["--variants", "euler{attention.circuit=CAFO}"], None, "'euler{attention.circuit=CAFO}'"),
+    (["--variants", f"euler{{step={MANY},train.lr={MANY}}}"], "too-many-runs", "hours"),
+    (["--variants", "eulr", "--dry-run"], "unknown-variant", "'euler'"),
+    (["--baselines", "none"], "no-baselines", "--baselines"),
+    (["--baselines", "standrd"], "unknown-variant", "'standard'"),
     (["--seeds", "1"], "too-few-seeds", "--seeds 1"),
     (["--starts", "gpt2"], "renamed-flag", "--inits"),
     (["--match", "tim"], "unknown-match", "'time'"),

@@ -114,13 +114,17 @@ def test_learning_rates_are_tuned_on_a_separate_seed(tmp_path: Path) -> None:
     searches = {search.cell: search for search in comparison.summary.learning_rates}
     assert set(searches) == {"standard@gpt2", "euler@gpt2"}
     for search in searches.values():
-        assert [trial.lr for trial in search.tried] == pytest.approx([0.003, 0.3])
-        assert search.chosen == 0.3
-        assert search.at_edge
+        # both cells are best at the upper edge until it is extended beyond 0.6 and 1.2
+        assert [trial.lr for trial in search.tried] == pytest.approx([0.003, 0.3, 0.6, 1.2, 2.4])
+        assert not search.at_edge
+    chosen = {cell: search.chosen for cell, search in searches.items()}
+    assert chosen == pytest.approx({"standard@gpt2": 1.2, "euler@gpt2": 0.6})
     assert {(run.phase, run.seed) for run in comparison.runs} == {("tune", TUNING_SEED), ("compare", 0)}
     runs = comparison.folder / "runs"
     assert {run.phase for run in comparison.runs if (runs / run.id / "model").exists()} == {"compare"}
-    assert {row["lr"] for row in comparison.rows} == {0.3}
+    assert {row["variant"]: row["lr"] for row in comparison.rows} == pytest.approx(
+        {"standard": 1.2, "euler@gpt2": 0.6}
+    )
     assert StudySummary.from_dict(comparison.summary.to_dict()) == comparison.summary
 
 
@@ -177,6 +181,64 @@ def test_pilot_tells_the_power_before_the_first_run(
         compare("toy", out=tmp_path / "c", pilot=str(tmp_path / "nowhere"), **settings)
 
 
+def test_fixed_learning_rate_is_not_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"variants": "euler{train.lr=0.1}", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    comparison = compare("toy", out=tmp_path / "s", tune_lr=True, lr_factors="2,4,8", **settings)
+    assert {search.cell for search in comparison.summary.learning_rates} == {"standard@gpt2"}
+    assert [run.lr for run in comparison.compared_runs if run.cell.startswith("euler")] == [0.1]
+    assert "train.lr is fixed at 0.1" in capsys.readouterr().err
+
+
+def test_pool_of_baselines(tmp_path: Path) -> None:
+    settings = {"variants": "euler,standard", "inits": "gpt2", "seeds": 3, **TOY}
+    baselines = "standard,standard{train.lr=0.6},uncoupled"
+    comparison = compare("toy", out=tmp_path / "s", baselines=baselines, **settings)
+    plan = StudyPlan.load(StudyDir(tmp_path / "s"))
+    assert [(arm.name, arm.role) for arm in plan.arms] == [("baselines", "reference"), ("euler", "variant")]
+    pool = {cell.name: cell.variant for cell in plan.arms[0].cells}
+    assert list(pool.values()) == ["standard", "standard{train.lr=0.6}", "uncoupled"]
+    reference = comparison.summary.reference
+    assert reference is not None
+    assert pool[reference.cell] == "standard{train.lr=0.6}"  # it learns faster
+    assert comparison.is_complete
+
+
+def test_arms_keep_the_time_they_were_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    compare("toy", variants="euler", out=tmp_path / "s", **settings)
+    study = StudyDir(tmp_path / "s")
+    values = study.load()
+    created = values["created_at"]
+    assert [arm["added_at"] for arm in values["arms"]] == [created] * 2
+    values["created_at"] = "2026-01-01T00:00:00+00:00"
+    for arm in values["arms"]:
+        arm["added_at"] = values["created_at"]
+    study.save(values)
+    compare("toy", variants="euler,drift", baselines="standard,uncoupled", out=tmp_path / "s", **settings)
+    plan = StudyPlan.load(study)
+    assert plan.created_at == "2026-01-01T00:00:00+00:00"
+    pool, euler, drift = plan.arms
+    assert (pool.added_at, pool.runs_before) == (euler.added_at, euler.runs_before) == (plan.created_at, 0)
+    assert drift.added_at >= created
+    assert drift.runs_before == 2
+
+
+def test_every_tokenizer_is_prepared_once(tmp_path: Path) -> None:
+    prepared: list[tuple[str, int]] = []
+
+    def prepare(config: ComparisonConfig) -> dict[str, str]:
+        prepared.append((config.tokenizer, config.seq_len))
+        return {"fingerprint": f"of {config.tokenizer}"}
+
+    variants = "euler{data.tokenizer=bytes,bpe:512},drift{data.tokenizer=bytes,data.seq_len=16}"
+    settings = {"variants": variants, "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
+    comparison = compare("toy", out=tmp_path / "s", **{**settings, "prepare_data": prepare})
+    assert prepared == [("bpe:2048", 8), ("bytes", 16), ("bpe:512", 8)]
+    for run in comparison.runs:
+        config = yaml.safe_load((comparison.folder / "runs" / run.id / "config.yaml").read_text())
+        assert config["data"]["fingerprint"] == f"of {config['data']['tokenizer']}"
+
+
 def test_match_flops_gives_the_more_expensive_model_fewer_tokens(tmp_path: Path) -> None:
     settings = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "match": "flops", **TOY}
     comparison = compare("toy", out=tmp_path / "s", **settings)
@@ -230,6 +292,8 @@ def test_failed_corpus_preparation_writes_nothing(tmp_path: Path) -> None:
     [
         ({"seeds": 1}, "too-few-seeds"),
         ({"variants": "eulr"}, "unknown-variant"),
+        ({"variants": "euler{train.lrr=1}"}, "unknown-key"),
+        ({"baselines": "none"}, "no-baselines"),
         ({"engine": "locl"}, "unknown-engine"),
         ({"jobs": 0}, "invalid-jobs"),
         ({"threads": 0}, "invalid-threads"),
@@ -267,6 +331,9 @@ def _without(key: str, part: str | None = None) -> Callable[[Study], Study]:
     ("damage", "named"),
     [
         (_without("confidence", "config"), "confidence"),
+        (_without("baselines", "config"), "another version"),
+        (_without("created_at"), "created_at"),
+        (_without("added_at", "arms"), "added_at"),
         (_without("cells", "arms"), "arms"),
         (_without("seed", "runs"), "seed"),
         (_without("budgets"), "budgets"),

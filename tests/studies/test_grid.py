@@ -7,9 +7,11 @@ import pytest
 
 from input_errors import raises_code
 from qkflow.studies.config import ComparisonConfig
-from qkflow.studies.grid import build_grid, build_run_config
+from qkflow.studies.grid import build_grid, build_run_config, check_models
 
-CONFIG = ComparisonConfig(variants=("standard", "euler"), tokens=4096, seq_len=64, batch_size=4)
+CONFIG = ComparisonConfig(
+    variants=("standard", "euler"), inits=("gpt2", "fan_in"), tokens=4096, seq_len=64, batch_size=4
+)
 
 
 def cells(config: ComparisonConfig) -> dict[str, list[str]]:
@@ -89,9 +91,163 @@ def test_run_config() -> None:
         ({"inits": ("gpt3",)}, "unknown-init"),
         ({"variants": ("standard",), "controls": ()}, "nothing-to-compare"),
         ({"variants": ("eulr",)}, "unknown-variant"),
+        ({"variants": ("standard@mimetic",), "controls": ()}, "nothing-to-compare"),
+        ({"baselines": ()}, "no-baselines"),
+        ({"variants": ("standard{data.seq_len=1}",)}, "invalid-seq-len"),
+        ({"variants": ("standard{train.batch_size=1000}",)}, "tokens-below-one-step"),
         ({"seeds": 1}, "too-few-seeds"),  # the config is checked first
     ],
 )
 def test_build_grid_rejects(change: dict[str, tuple[str, ...]], code: str) -> None:
     with raises_code(code):
         build_grid(replace(CONFIG, **change))  # type: ignore[arg-type]
+
+
+QK_NORM = "standard{attention.qk_norm=true}"
+
+
+def test_pool_of_baselines_is_the_first_arm() -> None:
+    config = replace(
+        CONFIG,
+        baselines=("standard{attention.qk_norm=false,true}", "standard", "affine@gpt2"),
+        variants=("standard", "euler", QK_NORM, "affine@gpt2", "affine"),
+        controls=(),
+    )
+    off = "standard{attention.qk_norm=false}"
+    assert cells(config) == {
+        "baselines": [
+            *(f"{off}@gpt2", f"{off}@fan_in", f"{QK_NORM}@gpt2", f"{QK_NORM}@fan_in"),
+            *("standard@gpt2", "standard@fan_in", "affine@gpt2"),
+        ],
+        "euler": ["euler@gpt2", "euler@fan_in"],
+        "affine": ["affine@gpt2", "affine@fan_in"],
+    }
+    pool = build_grid(config).arms[0].plan()
+    assert pool.role == "reference"
+    assert [cell.variant for cell in pool.cells] == [
+        off,
+        off,
+        QK_NORM,
+        QK_NORM,
+        "standard",
+        "standard",
+        "affine",
+    ]
+
+
+def same_init_baselines(config: ComparisonConfig) -> dict[str, str]:
+    return {cell.name: cell.same_init_baseline for arm in build_grid(config).arms[1:] for cell in arm.cells}
+
+
+def test_same_init_baseline_has_the_same_overrides_if_possible() -> None:
+    variants = (
+        "euler",
+        "euler{attention.qk_norm=true}",
+        "euler{attention.bias=true}",
+        "symmetric",
+        "drift@mimetic",
+    )
+    config = replace(CONFIG, baselines=("standard", QK_NORM), variants=variants, inits=("gpt2",), controls=())
+    assert same_init_baselines(config) == {
+        "euler@gpt2": "standard@gpt2",
+        "euler{attention.qk_norm=true}@gpt2": f"{QK_NORM}@gpt2",
+        "euler{attention.bias=true}@gpt2": "standard@gpt2",
+        "standard@gpt2+symmetric=1": "standard@gpt2",
+        "drift@gpt2+mimetic": "",
+    }
+    only_norm = replace(config, baselines=(QK_NORM,), variants=("euler",))
+    assert same_init_baselines(only_norm) == {"euler@gpt2": ""}
+    affine = replace(config, baselines=("affine",), variants=("euler",))
+    assert same_init_baselines(affine) == {"euler@gpt2": "affine@gpt2"}
+
+
+def test_run_config_with_overrides() -> None:
+    text = (
+        "euler{attention.qk_norm=true,model.tie_embeddings=false,train.lr=1e-3,train.batch_size=8,"
+        "data.seq_len=32,data.tokenizer=bytes,slow.ratio=4}"
+    )
+    grid = build_grid(replace(CONFIG, variants=(text,), controls=(), inits=("gpt2",)))
+    tokens = {cell.variant.model_name: 4096 for cell in grid.cells}
+    data = {"bytes": {"fingerprint": "b"}, "bpe:2048": {"fingerprint": "a"}}
+    standard, run = grid.build_runs(
+        "tune", [0], tokens_by_model=tokens, lr_factors=(0.5,), data_overrides=data
+    )
+    assert standard.lr == CONFIG.lr / 2
+    assert run.lr == 0.001  # fixed by the variant
+    assert run.steps == 16
+    assert run.config["model"] == {
+        "preset": "tiny",
+        "init": "gpt2",
+        "tie_embeddings": False,
+        "slow": {"ratio": 4},
+        "attention": {"coupling": "euler", "scoring": "softmax", "qk_norm": True},
+    }
+    assert run.config["train"].items() >= {"lr": 0.001, "batch_size": 8, "schedule": "cosine"}.items()
+    assert run.config["data"] == {
+        "corpus": "speeches",
+        "tokenizer": "bytes",
+        "seq_len": 32,
+        "fingerprint": "b",
+    }
+    assert standard.config["data"]["fingerprint"] == "a"
+
+
+def test_overrides_beside_a_slow_path() -> None:
+    config = replace(
+        CONFIG,
+        variants=(
+            "slow:frozen{train.freeze=[mlp],model.n_layers=6,slow.attention={coupling: euler}}@gpt2",
+            "dense-matched{model.n_layers=6}@gpt2",
+        ),
+        controls=(),
+    )
+    slow, dense = (
+        build_run_config(config, arm.cells[0], seed=0, lr=1e-3, tokens=4096)
+        for arm in build_grid(config).arms[1:]
+    )
+    assert slow["train"]["freeze"] == ["mlp", "slow"]
+    assert slow["model"]["slow"]["n_layers"] == 3  # half of the fast layers
+    assert slow["model"]["slow"]["attention"] == {"coupling": "euler"}
+    assert (dense["model"]["n_layers"], dense["model"]["hidden_dim"]) > (6, 512)
+    check_models(build_grid(config))
+
+
+def test_ids_of_long_names_are_short() -> None:
+    name = f"standard{{data.tokenizer={'a' * 300}}}"
+    grid = build_grid(replace(CONFIG, variants=(name,), controls=()))
+    tokens = {cell.variant.model_name: 4096 for cell in grid.cells}
+    ids = [run.id for run in grid.build_runs("compare", range(3), tokens_by_model=tokens)]
+    assert len(set(ids)) == 12
+    assert max(map(len, ids)) < 150
+
+
+@pytest.mark.parametrize(
+    ("variant", "code"),
+    [
+        (
+            "standard{attention.circuit=CAFO,attention.qk_norm=true,attention.rope=false}",
+            "collapsed-circuit-qk-norm",
+        ),
+        ("standard{train.freeze=[nothing]}", "unknown-role"),
+        ("standard{model.n_heads=3}", "dim-not-divisible"),
+        ("standard{train.accumulate=3}", "batch-not-divisible"),
+        ("standard{train.lr=-1}", "not-positive"),
+    ],
+)
+def test_check_models_rejects_what_cannot_be_built(variant: str, code: str) -> None:
+    with raises_code(code) as error:
+        check_models(build_grid(replace(CONFIG, variants=(variant,))))
+    assert variant in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_explosion_is_refused_before_it_is_enumerated() -> None:
+    values = ",".join(map(str, range(1000)))
+    sweep = f"euler{{step={values},hidden_dim={values},train.lr={values}}}"
+    with raises_code("too-many-runs") as error:
+        build_grid(replace(CONFIG, variants=(sweep,)))
+    assert "6,000,000,0" in str(error.value)  # 10⁹ variants, 2 inits, 3 seeds, and the others
+    with raises_code("too-many-runs") as error:
+        build_grid(replace(CONFIG, variants=(f"euler{{step={values}}}",), controls=()))
+    assert "6,006 runs" in str(error.value)
+    assert "hours" in str(error.value)

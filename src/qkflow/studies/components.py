@@ -127,17 +127,17 @@ class Component:
 def parse_components(text: str, variant: str, registry: ComponentRegistry) -> dict[str, Component]:
     """Parse `leapfrog:n=7+differential`, a part of the text of `variant`, into components by kind."""
     kinds = {name: kind for kind, group in registry.names.items() for name in group}
-    found: dict[str, Component] = {}
+    by_kind: dict[str, Component] = {}
     for part in text.split("+"):
         component = _parse_component(part.strip(), variant, kinds)
-        if component.kind in found:
-            names = f"{found[component.kind].name}, {component.name}"
+        if component.kind in by_kind:
+            names = f"{by_kind[component.kind].name}, {component.name}"
             raise InputError(
                 f"variant '{variant}' has two components of the kind {component.kind} ({names}): use one",
                 code="duplicate-component",
             )
-        found[component.kind] = component
-    return found
+        by_kind[component.kind] = component
+    return by_kind
 
 
 def _parse_component(text: str, variant: str, kinds: Mapping[str, str]) -> Component:

@@ -312,13 +312,14 @@ def _cell(variant: Variant, init: InitScheme, pool: Collection[Cell]) -> Cell:
     same_init = {cell.variant.name_without_init: cell for cell in pool if cell.init == own_init}
     same_overrides = [cell for cell in same_init.values() if cell.variant.overrides == variant.overrides]
     plain = Variant(overrides=variant.overrides).name
-    found = same_init.get(plain) or next(iter(same_overrides), None) or same_init.get(Variant().name)
-    return Cell(variant, init, found.name if found else "")
+    baseline = same_init.get(plain) or next(iter(same_overrides), None) or same_init.get(Variant().name)
+    return Cell(variant, init, baseline.name if baseline else "")
 
 
 def check_models(grid: Grid) -> None:
     """Build every model on the meta device, so that an invalid one is rejected before any run."""
     from qkflow.models import Decoder
+    from qkflow.roles import freeze_roles
     from qkflow.training.config import RunConfig
 
     config = grid.config
@@ -327,6 +328,7 @@ def check_models(grid: Grid) -> None:
             lr = cell.fixed_lr or config.lr
             values = build_run_config(config, cell, seed=0, lr=lr, tokens=config.tokens or 1)
             size = vocab_size(cell.tokenizer(config), config.preset)
-            Decoder(RunConfig.from_dict(values).model_config(size), device="meta")
+            run = RunConfig.from_dict(values)
+            freeze_roles(Decoder(run.model_config(size), device="meta"), run.train.freeze)
         except InputError as error:
             raise InputError(f"variant '{cell.variant.name}': {error}", code=error.code) from None

@@ -112,7 +112,7 @@ def parse_variant(text: str, components: ComponentRegistry | None = None) -> Var
     parsed = VariantText.parse(text)
     if parsed.count != 1:
         raise InputError(
-            f"'{text}' is a sweep of {parsed.count} variants: use one value per key", code="sweep"
+            f"'{text}' is a sweep of {parsed.count} variants: use one value per key", code="unexpected-sweep"
         )
     (assignments,) = parsed.expand()
     return _build_variant(parsed, assignments, components or registered_components())

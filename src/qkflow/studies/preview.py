@@ -1,0 +1,157 @@
+"""What a comparison would run and how long it would take: `qkflow compare … --dry-run`. Writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qkflow.models.cost import flops_per_token
+from qkflow.studies.compare import plan_study
+from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
+from qkflow.studies.estimate import (
+    RUN_OVERHEAD_SECONDS,
+    UTILIZATION,
+    default_jobs,
+    hours,
+    matmul_flops_per_second,
+    vocab_size,
+)
+from qkflow.studies.grid import EVALS_PER_RUN, Arm, Cell, Grid, build_run_config, eval_tokens
+from qkflow.studies.plan import Role
+from qkflow.studies.tuning import MAX_WIDENINGS
+from qkflow.training.config import RunConfig
+
+_EVAL_COST = 1 / 3  # of a token, relative to a trained one: no backward pass
+
+
+@dataclass(frozen=True)
+class ArmPreview:
+    """The runs of one arm. `tokens` are per run, the largest of its cells."""
+
+    name: str
+    role: Role
+    cells: tuple[str, ...]
+    tokens: int
+    runs: int
+    flops: float
+    hours: float
+
+
+@dataclass(frozen=True)
+class StudyPreview:
+    """The runs of a comparison. A cell of two arms is counted once in the totals."""
+
+    folder: str
+    arms: tuple[ArmPreview, ...]
+    cells: int
+    runs: int
+    flops: float
+    hours: float
+    jobs: int
+    matmul_flops_per_second: float  # measured, of the threads of one run
+    utilization: float
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def preview(
+    data: str = ComparisonConfig.data,
+    *,
+    out: str | Path | None = None,
+    engine: EngineName = "local",
+    jobs: int | None = None,
+    threads: int = 1,
+    **settings: Any,
+) -> StudyPreview:
+    """Check a comparison as `compare` does, and estimate its cost; the corpus is not read."""
+    config = ComparisonConfig.parse(data=data, **settings)
+    ExecutionConfig(engine, jobs, threads).check()
+    grid, study_dir = plan_study(config, out)
+    jobs = jobs or default_jobs(config.device, threads)
+    speed = matmul_flops_per_second(config.device, threads)
+    cost = _flops_per_token(grid)
+    tokens = _tokens_by_model(grid, cost, speed, jobs)
+
+    def summarize(cells: Sequence[Cell]) -> tuple[int, float, float]:
+        """Return the number of runs of cells, their FLOPs and their hours."""
+        runs, flops = 0, 0.0
+        for cell in cells:
+            model, n_runs = cell.variant.model_name, _n_runs(config, cell)
+            runs += n_runs
+            flops += n_runs * cost[model] * _counted_tokens(tokens[model])
+        return runs, flops, hours(flops, runs, speed, jobs)
+
+    def preview_arm(arm: Arm) -> ArmPreview:
+        largest = max(tokens[cell.variant.model_name] for cell in arm.cells)
+        names = tuple(cell.name for cell in arm.cells)
+        return ArmPreview(arm.name, arm.role, names, largest, *summarize(arm.cells))
+
+    arms = tuple(preview_arm(arm) for arm in grid.arms)
+    cells, notes = grid.cells, tuple(_notes(grid))
+    totals = summarize(cells)
+    return StudyPreview(str(study_dir.path), arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
+
+
+def _n_runs(config: ComparisonConfig, cell: Cell) -> int:
+    return config.seeds + (len(config.lr_factors) if config.tune_lr and cell.fixed_lr is None else 0)
+
+
+def _counted_tokens(tokens: int) -> float:
+    """Return the tokens of a run, with those of its evaluations at their cost."""
+    return tokens + _EVAL_COST * (EVALS_PER_RUN + 1) * eval_tokens(tokens)
+
+
+def _flops_per_token(grid: Grid) -> dict[str, float]:
+    """Return the FLOPs of a training token by model; models that differ in `train` alone are counted once."""
+    config, by_model = grid.config, {}
+    counted: dict[str, float] = {}
+    for cell in grid.one_cell_per_model():
+        values = build_run_config(config, cell, seed=0, lr=config.lr, tokens=config.tokens or 1)
+        size, seq_len = vocab_size(cell.tokenizer(config), config.preset), cell.seq_len(config)
+        model = replace(RunConfig.from_dict(values).model_config(size), init="gpt2")
+        key = repr((model, seq_len))
+        if key not in counted:
+            counted[key] = flops_per_token(model, seq_len)
+        by_model[cell.variant.model_name] = counted[key]
+    return by_model
+
+
+def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: int) -> dict[str, int]:
+    """Return the tokens of a run by model. Equal time is estimated by equal FLOPs."""
+    config, unit = grid.config, cost[grid.base_model]
+    scale = {model: 1.0 if config.match == "tokens" else unit / each for model, each in cost.items()}
+    base = config.tokens
+    if base is None:
+        seconds = 60 * (config.minutes or 0) * jobs - RUN_OVERHEAD_SECONDS * grid.n_runs
+        per_token = sum(
+            _n_runs(config, cell) * cost[cell.variant.model_name] * scale[cell.variant.model_name]
+            for cell in grid.cells
+        )
+        base = int(max(0.0, seconds) * UTILIZATION * speed / (per_token * (1 + _EVAL_COST)))
+    return {model: round(base * each) for model, each in scale.items()}
+
+
+def _notes(grid: Grid) -> list[str]:
+    config = grid.config
+    notes = []
+    if config.minutes is not None:
+        notes.append(
+            f"--minutes {config.minutes:g}: tokens per run are estimated, and measured before training."
+        )
+    if config.match == "time":
+        notes.append("--match time: tokens per run are estimated from FLOPs; the study measures them first.")
+    if config.tune_lr:
+        notes.append(
+            f"--tune-lr: the grid of learning rates is widened at most {MAX_WIDENINGS} times, which adds up "
+            f"to {2 * MAX_WIDENINGS} runs per cell."
+        )
+        fixed = dict.fromkeys(cell.variant.name for cell in grid.cells if cell.fixed_lr is not None)
+        if fixed:
+            notes.append(f"Not tuned, since train.lr is set: {', '.join(fixed)}.")
+    if len({cell.tokenizer(config) for cell in grid.cells}) > 1:
+        notes.append("Tokenizers differ: compare bits per byte, not losses per token.")
+    return notes

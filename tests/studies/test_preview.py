@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from input_errors import raises_code
+from qkflow.cli import main
+from qkflow.studies import estimate
+from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.estimate import MAX_RUNS, check_run_count, vocab_size
+from qkflow.studies.preview import preview
+
+TWELVE_ARMS = (
+    "euler{attention.qk_norm=false,true, train.schedule=cosine,wsd},"
+    "drift{attention.qk_norm=false,true, train.schedule=cosine,wsd},"
+    "standard{attention.qk_norm=true, train.schedule=cosine,wsd},uncoupled,symmetric"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed of this machine does not matter."""
+    monkeypatch.setattr("qkflow.studies.preview.matmul_flops_per_second", lambda *a: 1e11)
+    monkeypatch.setattr(estimate, "matmul_flops_per_second", lambda *a: 1e11)
+
+
+def test_runs_tokens_and_hours() -> None:
+    planned = preview(variants="euler", controls="none", inits="gpt2,fan_in", tokens="100k", jobs=2)
+    assert [(arm.name, arm.role, arm.runs, arm.tokens) for arm in planned.arms] == [
+        ("standard", "reference", 6, 100_000),
+        ("euler", "variant", 6, 100_000),
+    ]
+    assert (planned.cells, planned.runs) == (4, 12)
+    assert planned.flops == sum(arm.flops for arm in planned.arms)
+    assert planned.hours == pytest.approx(sum(arm.hours for arm in planned.arms))
+    twice = preview(variants="euler", controls="none", inits="gpt2,fan_in", tokens="200k", jobs=1)
+    assert 2 < twice.hours / planned.hours < 4  # start-up stays the same, and each job takes all runs
+
+
+def test_cell_of_two_arms_is_counted_once() -> None:
+    planned = preview(variants="symmetric@fan_in", inits="fan_in,fan_in+symmetric=1", controls="none")
+    assert [arm.runs for arm in planned.arms] == [6, 3]
+    assert planned.runs == 6
+
+
+def test_budgets_and_notes() -> None:
+    settings = {"controls": "none", "inits": "gpt2", "jobs": 2}
+    planned = preview(variants="euler:hidden_dim=64", minutes=10, match="flops", **settings)
+    standard, euler = planned.arms
+    assert standard.tokens > euler.tokens > 0
+    assert standard.flops == pytest.approx(euler.flops, rel=0.05)
+    assert planned.hours == pytest.approx(10 / 60, rel=0.3)
+    planned = preview(
+        variants="standard{train.lr=1e-3},standard{data.tokenizer=bytes}", tune_lr=True, **settings
+    )
+    assert [arm.runs for arm in planned.arms] == [6, 3, 6]
+    assert any("standard{train.lr=0.001}" in note for note in planned.notes)
+    assert any("bits per byte" in note for note in planned.notes)
+
+
+def test_command_prints_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--variants", TWELVE_ARMS, "--controls", "none", "--inits", "gpt2,fan_in", "--dry-run"]
+    assert main.dispatch(["compare", *options]) == 0
+    text = capsys.readouterr().out
+    assert "symmetric" in text
+    assert "78" in text  # 13 arms with 2 inits and 3 seeds
+    assert main.dispatch(["compare", *options, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert len(planned["arms"]) == 13
+    assert planned["runs"] == 78
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_settings_are_refused_as_in_a_real_run(tmp_path: Path) -> None:
+    with raises_code("too-few-seeds"):
+        preview(seeds=1)
+    with raises_code("bad-steps") as error:
+        preview(variants="leapfrog:n=0")
+    assert "'leapfrog:n=0'" in str(error.value)
+    (tmp_path / "notes.txt").write_text("mine")
+    with raises_code("folder-not-empty"):
+        preview(out=tmp_path)
+
+
+def test_run_count_names_runs_and_hours() -> None:
+    check_run_count(MAX_RUNS, ComparisonConfig(tokens=10**6))
+    with raises_code("too-many-runs") as error:
+        check_run_count(1_234_567, ComparisonConfig(tokens=10**6))
+    assert "1,234,567 runs" in str(error.value)
+    assert "hours" in str(error.value)
+    with raises_code("too-many-runs"):
+        check_run_count(MAX_RUNS + 1, ComparisonConfig(minutes=5))
+
+
+def test_matmul_speed_is_positive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert estimate.matmul_flops_per_second("cpu", seconds=0.0) > 0
+
+
+def test_vocab_size_of_tokenizers() -> None:
+    assert vocab_size("bytes", "tiny") == 257
+    assert vocab_size("bpe:512", "tiny") == 512
+    assert vocab_size("hf:gpt2", "60m") == 50_257
