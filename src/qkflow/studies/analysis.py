@@ -243,12 +243,9 @@ def _compare_to_reference(
     seeds = common_seeds(cell, reference)
     if not seeds:
         return arm
-    target = float(np.mean(reference.losses(seeds)))
     curve = mean_curve([cell.runs[seed].curve() for seed in seeds])
     reference_curve = mean_curve([reference.runs[seed].curve() for seed in seeds])
-    reached = first_crossing([row[1] for row in curve], [row[3] for row in curve], target)
-    budget = reference_curve[-1][1] if reference_curve else 0
-    tokens = reached / budget if reached is not None and budget > 0 else None
+    tokens = _relative_tokens_to_target(curve, reference_curve)
     speed, reference_speed = (throughputs.get(_model_name(each.name)) for each in (cell, reference))
     ratio = reference_speed / speed if speed and reference_speed else None
     cost = replace(
@@ -263,6 +260,20 @@ def _compare_to_reference(
         difference=_difference(cell, reference, confidence),
         seed_variance_ratio=variance_ratio(cell.losses(seeds), reference.losses(seeds), confidence),
     )
+
+
+def _relative_tokens_to_target(
+    curve: Sequence[tuple[float, ...]], reference_curve: Sequence[tuple[float, ...]]
+) -> float | None:
+    """Return the tokens after which a curve reaches the end of the reference's, relative to its tokens.
+
+    The target is a point of the curve: the final loss is measured on more tokens than the curve.
+    """
+    if not reference_curve:
+        return None
+    _, budget, _, target = reference_curve[-1]
+    reached = first_crossing([row[1] for row in curve], [row[3] for row in curve], target)
+    return reached / budget if reached is not None and budget > 0 else None
 
 
 def _choice_of_init(cells: Sequence[CellData], standard: Sequence[CellData]) -> ChoiceOfInit | None:

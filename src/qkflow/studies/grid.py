@@ -26,7 +26,14 @@ from qkflow.studies.variants import (
 TUNING_SEED = 10_000  # learning rates are chosen on a seed that is not compared
 CALIBRATION_SEEDS = (20_000, 20_001, 20_002)
 CALIBRATION_STEPS = 20
-EVALS_PER_RUN = 10  # points on the loss curve of a run
+# Evaluations and probes of a run cost about EVAL_SHARE of its training: half for the final evaluation, a
+# quarter each for the loss curve and the probes. Costs are in tokens of a forward pass, a third of training.
+EVAL_SHARE = 0.1
+FORWARD_SHARE = 1 / 3
+PROBE_COST = 2_000  # forward tokens that take as long as a probe of the tiny preset; larger models: fewer
+FINAL_EVAL_TOKENS = (8_192, 32_768)  # fewest and most; its loss decides the verdict
+CURVE_POINTS = (4, 10)
+MIN_CURVE_TOKENS = 768  # per point
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,24 @@ class RunSpec:
         return asdict(self.plan())
 
 
+def eval_settings(tokens: int, tokens_per_step: int) -> dict[str, int]:
+    """Return how often, and on how many tokens, a run of `tokens` is evaluated and probed."""
+    budget = EVAL_SHARE * tokens / FORWARD_SHARE
+    final_tokens = _clamp(budget / 2, *FINAL_EVAL_TOKENS)
+    points = _clamp(budget / 4 / MIN_CURVE_TOKENS, *CURVE_POINTS)
+    probes = _clamp(round(budget / 4 / PROBE_COST), 1, points)
+    return {
+        "evaluations": points,
+        "eval_tokens": _clamp(budget / 4 / points, MIN_CURVE_TOKENS, final_tokens),
+        "final_eval_tokens": final_tokens,
+        "probe_every": math.ceil(tokens / tokens_per_step / probes),
+    }
+
+
+def _clamp(value: float, low: int, high: int) -> int:
+    return min(max(int(value), low), high)
+
+
 def build_run_config(
     config: ComparisonConfig,
     cell: Cell,
@@ -102,8 +127,7 @@ def build_run_config(
         "lr": lr,
         "schedule": config.schedule,
         "seed": seed,
-        "evaluations": EVALS_PER_RUN,
-        "eval_tokens": max(8_192, min(tokens // EVALS_PER_RUN, 32_768)),  # keeps evaluation cheap
+        **eval_settings(tokens, config.tokens_per_step),
         "device": config.device,
     }
     if variant.pace:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from types import FrameType
 from typing import Literal
 
@@ -144,9 +145,10 @@ def _run_queue(queue: deque[RunTracker], live_table: LiveTable, engine: Engine, 
     try:
         while queue or active:
             _start_runs(queue, active, engine, jobs)
-            _poll_runs(queue, active)
             live_table.refresh()
-            time.sleep(POLL_INTERVAL)
+            _wait_for_exit(active)
+            _poll_runs(queue, active)
+        live_table.refresh()
     except KeyboardInterrupt:
         _stop_workers(active)
         raise StudyInterrupted from None
@@ -168,6 +170,15 @@ def _start_runs(queue: deque[RunTracker], active: Active, engine: Engine, jobs: 
         tracker.run_dir.clear_failure()
         active[slot] = tracker, engine.start(tracker.run_dir.path, slot)
         tracker.mark_running()
+
+
+def _wait_for_exit(active: Active) -> None:
+    """Wait for POLL_INTERVAL, or until a worker has exited if its engine can tell."""
+    sentinels = [handle.sentinel for _, handle in active.values() if handle.sentinel is not None]
+    if sentinels:
+        connection.wait(sentinels, POLL_INTERVAL)
+    else:
+        time.sleep(POLL_INTERVAL)
 
 
 def _poll_runs(queue: deque[RunTracker], active: Active) -> None:
