@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from qkflow.studies.grid import (
 from qkflow.studies.plan import StudyPlan
 from qkflow.studies.results import StudySummary
 from qkflow.studies.runner.engines import ENGINES, Engine
-from qkflow.studies.runner.execution import RunTracker, StudyInterrupted, execute_runs
+from qkflow.studies.runner.execution import ExecutionTime, RunTracker, StudyInterrupted, execute_runs
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.studies.variants import STANDARD, ComponentRegistry
 from qkflow.system import resolve_device
@@ -66,6 +66,7 @@ class Comparison:
     folder: Path
     summary: StudySummary
     runs: list[RunData]
+    execution_time: ExecutionTime | None = None  # of this call; None if the comparison was only loaded
 
     @property
     def compared_runs(self) -> list[RunData]:
@@ -126,10 +127,11 @@ def compare(
     started = ENGINES[engine](worker_command, threads, config.device)
     try:
         with study_dir.lock():
-            _StudyRunner(grid, study_dir, started, jobs, data_overrides).run()
+            runner = _StudyRunner(grid, study_dir, started, jobs, data_overrides)
+            runner.run()
     finally:
         started.close()
-    return load_comparison(study_dir.path)
+    return replace(load_comparison(study_dir.path), execution_time=runner.execution_time)
 
 
 def load_comparison(folder: str | Path) -> Comparison:
@@ -176,6 +178,7 @@ class _StudyRunner:
         self.grid, self.config, self.study_dir, self.engine = grid, grid.config, study_dir, engine
         self.jobs, self.data_overrides = jobs or engine.default_jobs(), data_overrides
         self.runs: list[RunSpec] = []
+        self.execution_time = ExecutionTime()
         self.token_budgets = StudyPlan.load(study_dir).budgets if study_dir.exists else {}
 
     def run(self) -> None:
@@ -199,7 +202,7 @@ class _StudyRunner:
             runs=tuple(run.plan() for run in self.runs),
         )
         plan.save(self.study_dir)
-        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs)
+        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs, self.execution_time)
 
     def _tune_lr(self) -> dict[str, float]:
         """Return the best learning rate of every cell."""

@@ -40,7 +40,10 @@ def compare(settings: dict[str, Any], out: Path | None = None, json: bool = Fals
     except StudyInterrupted:
         return print_interrupted()
     write_outputs(comparison)
-    return print_comparison(comparison, json)
+    exit_code = print_comparison(comparison, json)
+    if comparison.execution_time is not None and comparison.execution_time.jobs:
+        console.err.print(str(comparison.execution_time), markup=False, highlight=False)
+    return exit_code
 
 
 def print_interrupted() -> int:

@@ -5,8 +5,9 @@ To add an engine (SLURM, Kubernetes, ...):
 2. add it to `ENGINES`, and its name to `EngineName` in `qkflow.studies.config`.
 
 An engine starts one worker process per run: `python -m qkflow.training.worker FOLDER`, or the command of the
-study. `LocalEngine` forks the former from a server (`fork_server`). The run's folder is the only interface between worker and study, so all machines must share it. The
-exit code of a worker (`qkflow.training.run_dir`) tells how the run ended:
+study. `LocalEngine` forks the former from a server (`fork_server`). The run's folder is the only interface
+between worker and study, so all machines must share it. The exit code of a worker (`qkflow.training.run_dir`)
+tells how the run ended:
 
 | exit code | meaning |
 |---|---|

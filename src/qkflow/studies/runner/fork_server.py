@@ -13,7 +13,6 @@ writes the process id to `status`, then the exit code.
 
 from __future__ import annotations
 
-import array
 import gc
 import importlib
 import json
@@ -51,7 +50,7 @@ _N_DESCRIPTORS = 3
 
 
 def is_supported() -> bool:
-    """Return whether this platform can fork and send file descriptors. macOS frameworks do not survive fork."""
+    """Return whether to fork here: it needs Unix, and the frameworks of macOS do not survive a fork."""
     return hasattr(os, "fork") and hasattr(socket, "send_fds") and sys.platform != "darwin"
 
 
@@ -155,7 +154,7 @@ class ForkedWorker:
                 os.kill(self._pid, number)
 
 
-def serve(connection: socket.socket, module: str) -> dict[str, Any] | None:
+def serve(connection: socket.socket) -> dict[str, Any] | None:
     """Fork a child per request. Return the request in the child, and None in the server at its end."""
     signal_reader, signal_writer = os.pipe()
     for descriptor in (signal_reader, signal_writer):
@@ -218,10 +217,10 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | No
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = array.array("B")
+    data = b""
     while len(data) < size and (part := connection.recv(size - len(data))):
-        data.frombytes(part)
-    return data.tobytes()
+        data += part
+    return data
 
 
 def _report_exits(children: dict[int, int]) -> None:
@@ -254,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # a collection in a child must not traverse, and so copy, what was imported
     with socket.socket(fileno=int(descriptor)) as connection:
-        request = serve(connection, module)
+        request = serve(connection)
     if request is not None:
         os.environ.update(request["env"])
         sys.argv = [module, request["folder"]]
