@@ -23,7 +23,8 @@ from qkflow.studies.runner.study_dir import RunDir, StudyDir
 from qkflow.training.metrics_log import parse_row
 from qkflow.training.run_dir import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, METRICS_FILE
 
-POLL_INTERVAL = 0.2  # seconds
+POLL_INTERVAL = 0.2  # seconds, for workers without a sentinel
+REFRESH_INTERVAL = 0.5  # seconds; rendering the table takes CPU time from the workers
 SHUTDOWN_TIMEOUT = 60.0  # seconds for workers to save their state
 
 RunStatus = Literal["waiting", "running", "finished", "reused", "failed", "interrupted"]
@@ -216,12 +217,13 @@ def _start_runs(queue: deque[RunTracker], active: Active, engine: Engine, jobs: 
 
 
 def _wait_for_exit(active: Active) -> None:
-    """Wait for POLL_INTERVAL, or until a worker has exited if its engine can tell."""
+    """Wait until a worker has exited or the table is due; for POLL_INTERVAL if a worker has no sentinel."""
     sentinels = [handle.sentinel for _, handle in active.values() if handle.sentinel is not None]
+    timeout = REFRESH_INTERVAL if len(sentinels) == len(active) else POLL_INTERVAL
     if sentinels:
-        connection.wait(sentinels, POLL_INTERVAL)
+        connection.wait(sentinels, timeout)
     else:
-        time.sleep(POLL_INTERVAL)
+        time.sleep(timeout)
 
 
 def _poll_runs(queue: deque[RunTracker], active: Active) -> None:

@@ -13,6 +13,7 @@ writes the process id to `status`, then the exit code.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -25,11 +26,13 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from qkflow.training.run_dir import EXIT_FAILED
 
@@ -257,4 +260,24 @@ def main(arguments: Sequence[str]) -> None:
     if request is not None:
         os.environ.update(request["env"])
         sys.argv = [module, request["folder"]]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        _exit_fast(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+def _exit_fast(run: Callable[[], object]) -> NoReturn:
+    """Run, then exit as the interpreter would, but without tearing down all modules, which takes 0.1 s."""
+    code: object = None
+    try:
+        run()
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+        code = EXIT_FAILED
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = EXIT_FAILED
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as `multiprocessing` does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
