@@ -121,6 +121,7 @@ class Worker:
                      tokens_per_second=tokens / self.seconds)  # fmt: skip
             if self.step % every == 0 or self.step == self.steps:
                 self.evaluate()
+            if self.step % 2 == 0:
                 self.save()
         self.finish(self.evaluate())
         return 0

@@ -225,3 +225,15 @@ def test_no_verdict_reports_numbers_alone() -> None:
     assert euler.difference.low is None
     assert "no verdict from one seed; its perplexity was 9.6% lower" in euler.sentence
     assert not any("t-interval" in note for note in summary.notes)  # one seed has no interval
+
+
+def test_target_is_the_end_of_the_reference_curve() -> None:
+    """The final loss is measured on more tokens than the curve, and must not shift the target."""
+    losses = {**STANDARD, "euler@gpt2": 3.9, "euler@fan_in": 4.2, **SYMMETRIC}
+    runs = [make_run(cell, seed, float(loss)) for cell, loss in losses.items() for seed in range(3)]  # type: ignore[arg-type]
+    for run in runs:
+        assert run.result is not None
+        run.result["loss"] += 0.5
+    euler = get_arm(analyze(make_plan(CONFIG), runs), "euler")
+    assert euler.loss == pytest.approx(4.4)
+    assert euler.cost.tokens_to_target == pytest.approx(4.0 / 4.1, abs=2e-3)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from input_errors import raises_code
+from qkflow.studies import grid
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.grid import build_grid, build_run_config, check_models
 
@@ -251,3 +252,16 @@ def test_explosion_is_refused_before_it_is_enumerated() -> None:
         build_grid(replace(CONFIG, variants=(f"euler{{step={values}}}",), controls=()))
     assert "6,006 runs" in str(error.value)
     assert "hours" in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [50_000, 100_000, 200_000, 1_000_000, 50_000_000])
+def test_evaluation_costs_its_share_of_a_run(tokens: int) -> None:
+    settings = grid.eval_settings(tokens, tokens_per_step=2048)
+    steps = -(-tokens // 2048)
+    probes = -(-steps // settings["probe_every"])
+    forward = settings["final_eval_tokens"] + settings["evaluations"] * settings["eval_tokens"]
+    cost = grid.FORWARD_SHARE * (forward + probes * grid.PROBE_COST)
+    assert cost <= 1.1 * grid.EVAL_SHARE * tokens
+    assert 8_192 <= settings["final_eval_tokens"] <= 32_768
+    assert settings["eval_tokens"] <= settings["final_eval_tokens"]
+    assert 4 <= settings["evaluations"] <= 10

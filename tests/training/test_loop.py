@@ -179,3 +179,14 @@ def test_run_folder_is_locked_while_training(run_folder: RunFolder) -> None:
     callback = LockAgain()
     run(folder, callback)
     assert callback.tried
+
+
+def test_final_evaluation_on_more_tokens_than_the_curve(run_folder: RunFolder) -> None:
+    curve, final = {"eval_tokens": 64, "probe_every": 4}, {"final_eval_tokens": 256}
+    small, both = run_folder("small", **curve), run_folder("both", **curve, **final)
+    large = run_folder("large", eval_tokens=256)
+    results = {folder.name: run(folder) for folder in (small, both, large)}
+    assert results["both"]["loss"] == results["large"]["loss"] != results["small"]["loss"]
+    assert results["both"]["bits_per_byte"] == results["large"]["bits_per_byte"]
+    assert [row["loss"] for row in rows(both, "eval")] == [row["loss"] for row in rows(small, "eval")]
+    assert [row["step"] for row in rows(both, "probe")] == [4, 6]  # every fourth step, and the last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,10 +195,7 @@ def _cost_to_target(
         return arm
     curve = mean_curve([runs[seed].curve() for seed in seeds])
     reference_curve = mean_curve([reference_runs[seed].curve() for seed in seeds])
-    target = reference_curve[-1][3] if reference_curve else -math.inf
-    reached = first_crossing([row[1] for row in curve], [row[3] for row in curve], target)
-    budget = reference_curve[-1][1] if reference_curve else 0
-    tokens = reached / budget if reached is not None and budget > 0 else None
+    tokens = _relative_tokens_to_target(curve, reference_curve)
     models = (model_name(each[seeds[0]].cell) for each in (runs, reference_runs))
     speed, reference_speed = (throughputs.get(model) for model in models)
     ratio = reference_speed / speed if speed and reference_speed else None
@@ -210,6 +206,20 @@ def _cost_to_target(
         step_time_ratio=ratio,
     )
     return replace(arm, cost=cost)
+
+
+def _relative_tokens_to_target(
+    curve: Sequence[tuple[float, ...]], reference_curve: Sequence[tuple[float, ...]]
+) -> float | None:
+    """Return the tokens after which a curve reaches the end of the reference's, relative to its tokens.
+
+    The target is a point of the curve: the final loss is measured on more tokens than the curve.
+    """
+    if not reference_curve:
+        return None
+    _, budget, _, target = reference_curve[-1]
+    reached = first_crossing([row[1] for row in curve], [row[3] for row in curve], target)
+    return reached / budget if reached is not None and budget > 0 else None
 
 
 def _with_blocked(arms: Sequence[ArmSummary], confidence: float) -> list[ArmSummary]:

@@ -42,7 +42,7 @@ from qkflow.studies.plan import PlannedArm, StudyPlan
 from qkflow.studies.results import StudySummary
 from qkflow.studies.run_data import RunData, load_runs
 from qkflow.studies.runner.engines import ENGINES, Engine
-from qkflow.studies.runner.execution import RunTracker, StudyInterrupted, execute_runs
+from qkflow.studies.runner.execution import ExecutionTime, RunTracker, StudyInterrupted, execute_runs
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.studies.sentences import power_sentence
 from qkflow.studies.tuning import tune_lr
@@ -80,6 +80,7 @@ class Comparison:
     folder: Path
     summary: StudySummary
     runs: list[RunData]
+    execution_time: ExecutionTime | None = None  # of this call; None if the comparison was only loaded
 
     @property
     def compared_runs(self) -> list[RunData]:
@@ -141,10 +142,11 @@ def compare(
     started = ENGINES[engine](worker_command, threads, config.device)
     try:
         with study_dir.lock():
-            _StudyRunner(grid, study_dir, started, jobs, data_overrides, pilot_sd).run()
+            runner = _StudyRunner(grid, study_dir, started, jobs, data_overrides, pilot_sd)
+            runner.run()
     finally:
         started.close()
-    return load_comparison(study_dir.path)
+    return replace(load_comparison(study_dir.path), execution_time=runner.execution_time)
 
 
 def plan_study(
@@ -260,6 +262,7 @@ class _StudyRunner:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.created_at = earlier.created_at if earlier else now
         self.arms = _date_arms(grid, now, earlier, study_dir)
+        self.execution_time = ExecutionTime()
 
     def run(self) -> None:
         self.token_budgets = self._compute_token_budgets()
@@ -313,7 +316,7 @@ class _StudyRunner:
     def _execute(self, title: str, runs: list[RunSpec]) -> list[RunTracker]:
         self.runs += runs
         self.plan().save(self.study_dir)
-        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs)
+        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs, self.execution_time)
 
     def plan(self) -> StudyPlan:
         return StudyPlan(

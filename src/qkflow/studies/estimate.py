@@ -18,7 +18,7 @@ MAX_RUNS = 2_000  # of one study
 # Matmul FLOPs of training per second, as a fraction of those of a 512³ fp32 matmul on one CPU core: 0.65 for
 # `tiny` and 0.78 for `small`. The rest is memory traffic, the optimizer and Python.
 UTILIZATION = 0.7
-RUN_OVERHEAD_SECONDS = 5.0  # start-up of a worker
+RUN_OVERHEAD_SECONDS = 0.5  # start and end of a forked worker
 _MATMUL_SIZE = {"cpu": 512}  # short enough to run uninterrupted on a busy machine; other devices: 4096
 
 

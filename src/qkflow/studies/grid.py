@@ -30,9 +30,16 @@ SCREENING_SEED = 30_000  # the first of the seeds that choose inits
 NOISE_FLOOR_SEED = 40_000  # the first of the seeds of the A/A arm
 CALIBRATION_SEEDS = (20_000, 20_001, 20_002)
 CALIBRATION_STEPS = 20
-EVALS_PER_RUN = 10  # points on the loss curve of a run
 POOL_NAME = "baselines"  # of the first arm, if it has several variants
 _MAX_ID_PREFIX = 100  # characters; the names of files are limited
+# Evaluations and probes of a run cost about EVAL_SHARE of its training: half for the final evaluation, a
+# quarter each for the loss curve and the probes. Costs are in tokens of a forward pass, a third of training.
+EVAL_SHARE = 0.1
+FORWARD_SHARE = 1 / 3
+PROBE_COST = 2_000  # forward tokens that take as long as a probe of the tiny preset; larger models: fewer
+FINAL_EVAL_TOKENS = (8_192, 32_768)  # fewest and most; its loss decides the verdict
+CURVE_POINTS = (4, 10)
+MIN_CURVE_TOKENS = 768  # per point
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,24 @@ class RunSpec:
         return asdict(self.plan())
 
 
+def eval_settings(tokens: int, tokens_per_step: int) -> dict[str, int]:
+    """Return how often, and on how many tokens, a run of `tokens` is evaluated and probed."""
+    budget = EVAL_SHARE * tokens / FORWARD_SHARE
+    final_tokens = _clamp(budget / 2, *FINAL_EVAL_TOKENS)
+    points = _clamp(budget / 4 / MIN_CURVE_TOKENS, *CURVE_POINTS)
+    probes = _clamp(round(budget / 4 / PROBE_COST), 1, points)
+    return {
+        "evaluations": points,
+        "eval_tokens": _clamp(budget / 4 / points, MIN_CURVE_TOKENS, final_tokens),
+        "final_eval_tokens": final_tokens,
+        "probe_every": math.ceil(tokens / tokens_per_step / probes),
+    }
+
+
+def _clamp(value: float, low: int, high: int) -> int:
+    return min(max(int(value), low), high)
+
+
 def build_run_config(
     config: ComparisonConfig,
     cell: Cell,
@@ -121,8 +146,7 @@ def build_run_config(
         "batch_size": config.batch_size,
         "schedule": config.schedule,
         "seed": seed,
-        "evaluations": EVALS_PER_RUN,
-        "eval_tokens": eval_tokens(tokens),
+        **eval_settings(tokens, cell.tokens_per_step(config)),
         "device": config.device,
         **overrides.train,
         "lr": lr,
@@ -133,11 +157,6 @@ def build_run_config(
         model, train = _add_slow_path(variant.slow_path, model, train, cell.seq_len(config))
     corpus = {"corpus": config.data, "tokenizer": config.tokenizer, "seq_len": config.seq_len}
     return {"model": model, "data": {**corpus, **overrides.data, **(data_overrides or {})}, "train": train}
-
-
-def eval_tokens(tokens: int) -> int:
-    """Return the tokens of one evaluation: few enough to keep it cheap."""
-    return max(8_192, min(tokens // EVALS_PER_RUN, 32_768))
 
 
 def _add_slow_path(

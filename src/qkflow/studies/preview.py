@@ -9,7 +9,7 @@ from typing import Any
 
 from qkflow.models.cost import flops_per_token
 from qkflow.studies.compare import plan_study
-from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
+from qkflow.studies.config import AUTO, ComparisonConfig, EngineName, ExecutionConfig
 from qkflow.studies.estimate import (
     RUN_OVERHEAD_SECONDS,
     UTILIZATION,
@@ -18,12 +18,10 @@ from qkflow.studies.estimate import (
     matmul_flops_per_second,
     vocab_size,
 )
-from qkflow.studies.grid import EVALS_PER_RUN, Arm, Cell, Grid, build_run_config, eval_tokens
+from qkflow.studies.grid import EVAL_SHARE, Arm, Cell, Grid, build_run_config
 from qkflow.studies.plan import Role
 from qkflow.studies.tuning import MAX_WIDENINGS
 from qkflow.training.config import RunConfig
-
-_EVAL_COST = 1 / 3  # of a token, relative to a trained one: no backward pass
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,9 @@ def preview(
         """Return the number of runs of cells, their FLOPs and their hours."""
         runs, flops = 0, 0.0
         for cell in cells:
-            model, n_runs = cell.variant.model_name, _n_runs(config, cell)
+            model, n_runs = cell.variant.model_name, _n_runs(grid, cell)
             runs += n_runs
-            flops += n_runs * cost[model] * _counted_tokens(tokens[model])
+            flops += n_runs * cost[model] * tokens[model] * (1 + EVAL_SHARE)
         return runs, flops, hours(flops, runs, speed, jobs)
 
     def preview_arm(arm: Arm) -> ArmPreview:
@@ -96,13 +94,13 @@ def preview(
     return StudyPreview(str(study_dir.path), arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
 
 
-def _n_runs(config: ComparisonConfig, cell: Cell) -> int:
-    return config.seeds + (len(config.lr_factors) if config.tune_lr and cell.fixed_lr is None else 0)
-
-
-def _counted_tokens(tokens: int) -> float:
-    """Return the tokens of a run, with those of its evaluations at their cost."""
-    return tokens + _EVAL_COST * (EVALS_PER_RUN + 1) * eval_tokens(tokens)
+def _n_runs(grid: Grid, cell: Cell) -> int:
+    """Return the most runs of a cell; those of the noise floor count for the first baseline."""
+    config = grid.config
+    tuning = len(config.lr_factors) if config.tune_lr and cell.fixed_lr is None else 0
+    screening = config.screening_seeds if cell in grid.screened_cells else 0
+    is_first = cell == grid.arms[0].cells[0]
+    return tuning + screening + config.n_seeds * (2 if is_first and config.verdict else 1)
 
 
 def _flops_per_token(grid: Grid) -> dict[str, float]:
@@ -128,16 +126,24 @@ def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: 
     if base is None:
         seconds = 60 * (config.minutes or 0) * jobs - RUN_OVERHEAD_SECONDS * grid.n_runs
         per_token = sum(
-            _n_runs(config, cell) * cost[cell.variant.model_name] * scale[cell.variant.model_name]
+            _n_runs(grid, cell) * cost[cell.variant.model_name] * scale[cell.variant.model_name]
             for cell in grid.cells
         )
-        base = int(max(0.0, seconds) * UTILIZATION * speed / (per_token * (1 + _EVAL_COST)))
+        base = int(max(0.0, seconds) * UTILIZATION * speed / (per_token * (1 + EVAL_SHARE)))
     return {model: round(base * each) for model, each in scale.items()}
 
 
 def _notes(grid: Grid) -> list[str]:
     config = grid.config
+    first_look = min(config.seed_design().looks, default=config.n_seeds)
+    screening = len(grid.screened_cells) * config.screening_seeds
+    fewest = screening + (len(grid.arms) + config.verdict) * first_look
     notes = []
+    if fewest < grid.n_runs:
+        notes.append(
+            f"These are the most runs there can be, at least {fewest}: inits that lose the screening are not "
+            "judged" + (", and arms that are decided get no more seeds." if config.seeds == AUTO else ".")
+        )
     if config.minutes is not None:
         notes.append(
             f"--minutes {config.minutes:g}: tokens per run are estimated, and measured before training."
@@ -153,5 +159,5 @@ def _notes(grid: Grid) -> list[str]:
         if fixed:
             notes.append(f"Not tuned, since train.lr is set: {', '.join(fixed)}.")
     if len({cell.tokenizer(config) for cell in grid.cells}) > 1:
-        notes.append("Tokenizers differ: compare bits per byte, not losses per token.")
+        notes.append("Tokenizers differ: bits per byte are judged, not losses per token.")
     return notes

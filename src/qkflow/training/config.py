@@ -75,6 +75,7 @@ class TrainConfig:
     evaluations: int = 20  # evenly spaced over the run
     eval_every: int | None = None  # steps, instead of evaluations
     eval_tokens: int | None = 32_768  # of the validation split; null: all of it
+    final_eval_tokens: int | None = None  # of the evaluation for result.json; null: as eval_tokens
     probe_every: int | None = None  # steps; null: with every evaluation, 0: never
     log_every: int | None = None  # steps
     save_every: int | None = None  # steps, instead of save_minutes
@@ -102,7 +103,15 @@ class TrainConfig:
     def _check_ranges(self) -> None:
         for name in (
             *("tokens", "steps", "minutes", "batch_size", "accumulate", "lr", "eps", "evaluations"),
-            *("eval_every", "eval_tokens", "log_every", "save_every", "save_minutes", "keep_latest_k"),
+            *(
+                "eval_every",
+                "eval_tokens",
+                "final_eval_tokens",
+                "log_every",
+                "save_every",
+                "save_minutes",
+                "keep_latest_k",
+            ),
         ):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -121,7 +130,8 @@ class TrainConfig:
 # Keys of `train` that may change when a run resumes from a checkpoint.
 CHANGEABLE_ON_RESUME = {
     *("compile", "activation_checkpointing", "parallel", "device", "evaluations", "eval_every"),
-    *("eval_tokens", "probe_every", "log_every", "save_every", "save_minutes", "keep_latest_k", "writers"),
+    *("eval_tokens", "final_eval_tokens", "probe_every", "log_every", "save_every", "save_minutes"),
+    *("keep_latest_k", "writers"),
 }
 
 

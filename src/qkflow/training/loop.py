@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qkflow import files
-from qkflow.data import TokenSet, TrainWindows, prepare
+from qkflow.data import EvalWindows, TokenSet, TrainWindows, prepare
 from qkflow.errors import InputError
 from qkflow.measures.circuits import CircuitTracker, circuit_metrics
 from qkflow.measures.language import EvalResult, evaluate_loss
@@ -76,10 +76,9 @@ def train(
 def _prepare_data(config: RunConfig, dist_context: DistContext) -> TokenSet:
     """Return the prepared corpus; the main process prepares it, the others read the cache."""
     corpus, tokenizer, expected = config.data.corpus, config.data.tokenizer, config.data.fingerprint
-    if dist_context.is_main:
-        prepare(corpus, tokenizer)
+    data = prepare(corpus, tokenizer) if dist_context.is_main else None
     dist_context.barrier()
-    data = prepare(corpus, tokenizer, show_progress=False)
+    data = data or prepare(corpus, tokenizer, show_progress=False)
     if expected is not None and expected != data.fingerprint:
         raise InputError(
             f"'{corpus}' has changed: data.fingerprint is {expected}, but its tokens have {data.fingerprint}",
@@ -123,6 +122,8 @@ class Trainer:
                 code="batch-not-divisible",
             )
         self.eval_windows = data.eval_windows("validation", seq_len, train.batch_size, train.eval_tokens)
+        final_tokens = train.final_eval_tokens or train.eval_tokens
+        self.final_eval_windows = data.eval_windows("validation", seq_len, train.batch_size, final_tokens)
         self.budget = Budget.from_config(train, seq_len)
         decoder = Decoder(self.model_config, seed=train.seed).to(dist_context.device)
         self.flops_per_token = flops_per_token(decoder, seq_len)
@@ -230,7 +231,7 @@ class Trainer:
         probe = (
             evaluate
             if train.probe_every is None
-            else bool(train.probe_every) and self.step % train.probe_every == 0
+            else bool(train.probe_every) and (last or self.step % train.probe_every == 0)
         )
         if train.save_every:
             save = self.step % train.save_every == 0
@@ -273,12 +274,17 @@ class Trainer:
         self.pending_log = []
 
     def _evaluate(self) -> None:
-        train = self.config.train
-        loss_sum = self.stepper.eval_loss_fn()
-        self.last_eval = evaluate_loss(
-            self.stepper.decoder, self.eval_windows, precision=train.precision, loss_sum=loss_sum
-        )
+        """Write a point of the loss curve; all points are measured on the same windows."""
+        self.last_eval = self._evaluate_on(self.eval_windows)
         self._write_metrics("eval", flops=self.tokens * self.flops_per_token, **self.last_eval.to_dict())
+
+    def _evaluate_on(self, windows: EvalWindows) -> EvalResult:
+        return evaluate_loss(
+            self.stepper.decoder,
+            windows,
+            precision=self.config.train.precision,
+            loss_sum=self.stepper.eval_loss_fn(),
+        )
 
     def _probe(self) -> None:
         """Write attention and circuit metrics, measured on a fixed few windows."""
@@ -357,11 +363,14 @@ class Trainer:
         if self.last_eval is None:  # killed after the last step
             self._evaluate()
         assert self.last_eval is not None
+        final_eval = self.last_eval
+        if self.config.train.final_eval_tokens is not None:
+            final_eval = self._evaluate_on(self.final_eval_windows)
         weights = pretrained.full_state_dict(self.stepper.decoder)
         result = {
             "status": "finished",
             "error": None,
-            **self.last_eval.to_dict(),
+            **final_eval.to_dict(),
             "tokens": self.tokens,
             "steps": self.step,
             "seconds": self.train_seconds,

@@ -57,7 +57,10 @@ def compare(
     except StudyInterrupted:
         return print_interrupted()
     write_outputs(comparison)
-    return print_comparison(comparison, json)
+    exit_code = print_comparison(comparison, json)
+    if comparison.execution_time is not None and comparison.execution_time.jobs:
+        console.err.print(str(comparison.execution_time), markup=False, highlight=False)
+    return exit_code
 
 
 def print_preview(planned: StudyPreview, json: bool) -> int:

@@ -8,7 +8,7 @@ FOLDER/summary.json                                     FOLDER/summary.csv, repo
 from __future__ import annotations
 
 import re
-import sys
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from qkflow.studies.runner.execution import execute_runs
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.training.pace import parse_ratio_schedule
 
-WORKER_COMMAND = (sys.executable, "-m", "qkflow.studies.pace.worker")
+WORKER_MODULE = "qkflow.studies.pace.worker"
 _EXTENDABLE_FIELDS = ("seeds", "ratios", "confidence")  # may change between two calls on one folder
 
 
@@ -71,8 +71,8 @@ def run_pace_study(
                 "runs": [run.to_dict() for run in runs],
             }
         )
-        engine = LocalEngine(WORKER_COMMAND, device="cpu")
-        execute_runs(f"pace on {config.task}", runs, study_dir, engine, jobs)
+        with closing(LocalEngine(device="cpu", module=WORKER_MODULE)) as engine:
+            execute_runs(f"pace on {config.task}", runs, study_dir, engine, jobs)
         return rebuild_pace_study(study_dir.path)
 
 

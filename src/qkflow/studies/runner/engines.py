@@ -5,8 +5,9 @@ To add an engine (SLURM, Kubernetes, ...):
 2. add it to `ENGINES`, and its name to `EngineName` in `qkflow.studies.config`.
 
 An engine starts one worker process per run: `python -m qkflow.training.worker FOLDER`, or the command of the
-study. The run's folder is the only interface between worker and study, so all machines must share it. The
-exit code of a worker (`qkflow.training.run_dir`) tells how the run ended:
+study. `LocalEngine` forks the former from a server (`fork_server`). The run's folder is the only interface
+between worker and study, so all machines must share it. The exit code of a worker (`qkflow.training.run_dir`)
+tells how the run ended:
 
 | exit code | meaning |
 |---|---|
@@ -29,17 +30,24 @@ from typing import Any, Protocol
 
 from qkflow.errors import InputError
 from qkflow.studies.config import EngineName
+from qkflow.studies.runner import fork_server
 from qkflow.studies.runner.study_dir import LOG_FILE
 from qkflow.system import process_cpu_count
 
-WORKER_ARGS = ("-m", "qkflow.training.worker")
+WORKER_MODULE = "qkflow.training.worker"
 # what `WorkerHandle.poll` returns besides exit codes
 RUN_LOCKED = -1001  # not started: another process is using the run's folder
 WORKER_LOST = -1002  # the machine of the worker is gone
 
 
 class WorkerHandle(Protocol):
-    """One worker that an engine has started."""
+    """One worker that an engine has started.
+
+    `sentinel` is a file descriptor that becomes readable when the worker exits; None if there is none.
+    """
+
+    @property
+    def sentinel(self) -> int | None: ...
 
     def poll(self) -> int | None:
         """Return None while the worker runs, then its exit code, RUN_LOCKED or WORKER_LOST. Never blocks."""
@@ -81,33 +89,38 @@ def cuda_device_count(device: str) -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-class LocalWorker:
-    """One worker as a process of this machine."""
+class LockedRun:
+    """The handle of a run that another process is using: no worker was started."""
 
-    def __init__(self, command: Sequence[str], folder: Path, env: dict[str, str]) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        with _run_lock(folder / ".lock") as (is_free, inherited), open(folder / LOG_FILE, "ab") as log:
-            if is_free:
-                self._process = subprocess.Popen(
-                    [*command, str(folder)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **env},
-                    # Ctrl-C reaches the whole process group of a terminal; workers get one SIGTERM instead.
-                    start_new_session=True,
-                    pass_fds=inherited,
-                )
+    sentinel = None
 
-    def poll(self) -> int | None:
-        return RUN_LOCKED if self._process is None else self._process.poll()
+    def poll(self) -> int:
+        return RUN_LOCKED
 
     def stop(self) -> None:
-        if self._process and self._process.poll() is None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+
+class SubprocessWorker:
+    """One worker as a process that the study has started by a command."""
+
+    sentinel = None
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        if self._process and self._process.poll() is None:
+        if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
@@ -137,24 +150,52 @@ def _run_lock(path: Path) -> Iterator[tuple[bool, tuple[int, ...]]]:
 
 
 class LocalEngine:
-    """Processes of this machine, one per CPU core or GPU: small models train faster side by side."""
+    """Processes of this machine, one per CPU core or GPU: small models train faster side by side.
 
-    def __init__(self, command: Sequence[str] | None = None, threads: int = 1, device: str = "auto") -> None:
-        self.command = tuple(command or (sys.executable, *WORKER_ARGS))
+    Workers execute `module`, forked from a server that has imported it. With `command`, or where fork is not
+    available, each worker is a new interpreter.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] | None = None,
+        threads: int = 1,
+        device: str = "auto",
+        *,
+        module: str = WORKER_MODULE,
+    ) -> None:
         self.threads = threads
         self.n_gpus = cuda_device_count(device)
+        self.command = tuple(command or (sys.executable, "-m", module))
+        self._env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        use_server = command is None and fork_server.is_supported()
+        self._server = fork_server.ForkServer(module, self._env) if use_server else None
 
     def default_jobs(self) -> int:
         return self.n_gpus or max(1, process_cpu_count() // self.threads)
 
     def start(self, folder: Path, slot: int) -> WorkerHandle:
-        env = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        if self.n_gpus:
-            env["CUDA_VISIBLE_DEVICES"] = str(slot % self.n_gpus)
-        return LocalWorker(self.command, folder, env)
+        env = {"CUDA_VISIBLE_DEVICES": str(slot % self.n_gpus)} if self.n_gpus else {}
+        with _run_lock(folder / ".lock") as (is_free, inherited), open(folder / LOG_FILE, "ab") as log:
+            if not is_free:
+                return LockedRun()
+            if self._server is not None:
+                return self._server.start_worker(folder, env, log, *inherited)
+            process = subprocess.Popen(
+                [*self.command, str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self._env, **env},
+                # Ctrl-C reaches the whole process group of a terminal; workers get one SIGTERM instead.
+                start_new_session=True,
+                pass_fds=inherited,
+            )
+            return SubprocessWorker(process)
 
     def close(self) -> None:
-        pass
+        if self._server is not None:
+            self._server.close()
 
 
 class RayEngine:
@@ -195,7 +236,10 @@ class _RayWorker:
     """Ray actor that starts a local worker on its node."""
 
     def __init__(self, command: Sequence[str] | None, threads: int, folder: str) -> None:
-        engine = LocalEngine(command, threads, device="assigned by ray")
+        # by a command: the actor executes one run, for which a server would not pay off
+        engine = LocalEngine(
+            command or (sys.executable, "-m", WORKER_MODULE), threads, device="assigned by ray"
+        )
         self._worker = engine.start(Path(folder), 0)
 
     def poll(self) -> int | None:
@@ -209,6 +253,8 @@ class _RayWorker:
 
 
 class _RayWorkerHandle:
+    sentinel = None
+
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray, self._actor = ray, actor
         self._poll_ref = actor.poll.remote()

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from types import FrameType
 from typing import Literal
 
@@ -17,12 +18,13 @@ from qkflow.console import err
 from qkflow.errors import InputError
 from qkflow.studies.grid import RunSpec
 from qkflow.studies.runner.engines import RUN_LOCKED, WORKER_LOST, Engine, WorkerHandle
-from qkflow.studies.runner.live import LiveTable
+from qkflow.studies.runner.live import LiveTable, format_duration
 from qkflow.studies.runner.study_dir import RunDir, StudyDir
 from qkflow.training.metrics_log import parse_row
 from qkflow.training.run_dir import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, METRICS_FILE
 
-POLL_INTERVAL = 0.2  # seconds
+POLL_INTERVAL = 0.2  # seconds, for workers without a sentinel
+REFRESH_INTERVAL = 0.5  # seconds; rendering the table takes CPU time from the workers
 SHUTDOWN_TIMEOUT = 60.0  # seconds for workers to save their state
 
 RunStatus = Literal["waiting", "running", "finished", "reused", "failed", "interrupted"]
@@ -45,7 +47,9 @@ class RunTracker:
     tokens_per_second: float | None = None
     message: str = ""
     wall_seconds: float | None = None
+    train_seconds: float = 0.0  # in optimizer steps, over all resumes
     _start_time: float = 0.0
+    _start_train_seconds: float = 0.0
     _read_offset: int = 0
     _partial_line: bytes = field(default=b"", repr=False)
 
@@ -55,6 +59,11 @@ class RunTracker:
 
     def mark_running(self) -> None:
         self.status, self._start_time = "running", time.monotonic()
+        self._start_train_seconds = self.train_seconds
+
+    def new_train_seconds(self) -> float:
+        """Return the seconds in optimizer steps since the worker was started; 0 for a reused run."""
+        return max(0.0, self.train_seconds - self._start_train_seconds) if self._start_time else 0.0
 
     def mark_reused(self) -> None:
         self.status, self.step, self.tokens = "reused", self.spec.steps, self.spec.tokens
@@ -79,6 +88,7 @@ class RunTracker:
             if row["kind"] not in ("train", "eval"):
                 continue
             self.step, self.tokens = row["step"], int(row.get("tokens", self.tokens))
+            self.train_seconds = row.get("seconds", self.train_seconds)
             loss, speed = row.get("loss"), row.get("tokens_per_second")
             if isinstance(loss, int | float) and math.isfinite(loss):
                 self.loss = loss
@@ -93,6 +103,7 @@ class RunTracker:
         if exit_code == EXIT_FINISHED and result and result.get("status") == "finished":
             self.status, self.step, self.tokens = "finished", self.spec.steps, self.spec.tokens
             self.loss = result.get("loss", self.loss)
+            self.train_seconds = result.get("seconds", self.train_seconds)
         elif exit_code == EXIT_INTERRUPTED:
             self.status, self.message = "interrupted", "its state is saved"
         else:
@@ -115,10 +126,41 @@ class RunTracker:
         return InputError.from_line(self.run_dir.last_log_line())
 
 
+@dataclass
+class ExecutionTime:
+    """Wall-clock time of executing runs, summed over calls of `execute_runs`, and its part in training."""
+
+    jobs: int = 0  # runs at a time
+    wall_seconds: float = 0.0
+    slot_seconds: float = 0.0  # wall-clock time times runs at a time
+    train_seconds: float = 0.0  # in optimizer steps, of all runs
+
+    def add(self, jobs: int, wall_seconds: float, trackers: Sequence[RunTracker]) -> None:
+        self.jobs = max(self.jobs, jobs)
+        self.wall_seconds += wall_seconds
+        self.slot_seconds += jobs * wall_seconds
+        self.train_seconds += sum(tracker.new_train_seconds() for tracker in trackers)
+
+    @property
+    def train_share(self) -> float:
+        """The share of the wall-clock in optimizer steps; the rest is start-up, evaluation and idling."""
+        return self.train_seconds / self.slot_seconds if self.slot_seconds else 0.0
+
+    def __str__(self) -> str:
+        runs = "1 run" if self.jobs == 1 else f"{self.jobs} runs"
+        elapsed = format_duration(self.wall_seconds)
+        return f"optimizer steps: {self.train_share:.0%} of the wall-clock ({runs} at a time, {elapsed})"
+
+
 def execute_runs(
-    title: str, runs: Sequence[RunSpec], study_dir: StudyDir, engine: Engine, jobs: int | None = None
+    title: str,
+    runs: Sequence[RunSpec],
+    study_dir: StudyDir,
+    engine: Engine,
+    jobs: int | None = None,
+    execution_time: ExecutionTime | None = None,
 ) -> list[RunTracker]:
-    """Execute all runs that are not finished, `jobs` at a time, in order.
+    """Execute all runs that are not finished, `jobs` at a time, in order. Add to `execution_time`.
 
     Raise StudyInterrupted on Ctrl-C or SIGTERM, once all workers have saved their state, and InputError if a
     worker rejects its config.
@@ -131,8 +173,11 @@ def execute_runs(
             tracker.read_new_metrics()  # the progress of an interrupted run
     queue = deque(tracker for tracker in trackers if not tracker.is_done)
     if queue:
+        start, slots = time.monotonic(), min(jobs or engine.default_jobs(), len(queue))
         with _sigterm_as_keyboard_interrupt(), LiveTable(title, trackers) as live_table:
-            _run_queue(queue, live_table, engine, jobs or engine.default_jobs())
+            _run_queue(queue, live_table, engine, slots)
+        if execution_time is not None:
+            execution_time.add(slots, time.monotonic() - start, trackers)
     return trackers
 
 
@@ -144,9 +189,10 @@ def _run_queue(queue: deque[RunTracker], live_table: LiveTable, engine: Engine, 
     try:
         while queue or active:
             _start_runs(queue, active, engine, jobs)
-            _poll_runs(queue, active)
             live_table.refresh()
-            time.sleep(POLL_INTERVAL)
+            _wait_for_exit(active)
+            _poll_runs(queue, active)
+        live_table.refresh()
     except KeyboardInterrupt:
         _stop_workers(active)
         raise StudyInterrupted from None
@@ -168,6 +214,16 @@ def _start_runs(queue: deque[RunTracker], active: Active, engine: Engine, jobs: 
         tracker.run_dir.clear_failure()
         active[slot] = tracker, engine.start(tracker.run_dir.path, slot)
         tracker.mark_running()
+
+
+def _wait_for_exit(active: Active) -> None:
+    """Wait until a worker has exited or the table is due; for POLL_INTERVAL if a worker has no sentinel."""
+    sentinels = [handle.sentinel for _, handle in active.values() if handle.sentinel is not None]
+    timeout = REFRESH_INTERVAL if len(sentinels) == len(active) else POLL_INTERVAL
+    if sentinels:
+        connection.wait(sentinels, timeout)
+    else:
+        time.sleep(timeout)
 
 
 def _poll_runs(queue: deque[RunTracker], active: Active) -> None:

@@ -53,7 +53,7 @@ class LiveTable:
         self._start_time = time.monotonic()
         self._initial_tokens = sum(run.tokens for run in trackers)
         self._announced: set[str] = {run.spec.id for run in trackers if run.status == "reused"}
-        self._live = Live(console=err, refresh_per_second=4, transient=True) if err.is_terminal else None
+        self._live = Live(console=err, refresh_per_second=2, transient=True) if err.is_terminal else None
 
     def __enter__(self) -> LiveTable:
         if self._live:
