@@ -1,7 +1,7 @@
 """Fold linear drifts into W_Q during a run: the option `fold_at` of a coupling.
 
-A fold changes the parameters, not the function: W_Q + d·W_K replaces W_Q, and the drift d is zero from then on.
-Folding again adds nothing, so that a resumed run folds once more without any state.
+A fold changes the parameters, not the function: W_Q + d·W_K replaces W_Q, and the drift d is zero from then
+on. Folding again adds nothing, so that a resumed run folds once more without any state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def layers_to_fold(model: nn.Module, *, is_sharded: bool = False) -> list[Attent
 
 
 def fold_drifts(pending: list[Attention], progress: float) -> bool:
-    """Fold every pending layer that is due at `progress` and remove it from the list. Return whether any was."""
+    """Fold every pending layer that is due, and remove it from the list. Return whether any was."""
     due = [layer for layer in pending if layer.coupling.fold_at <= progress]
     for layer in due:
         drift = layer.coupling.linear_drift()
