@@ -1,7 +1,7 @@
 """Cost of an optimizer in a training step: Muon beside AdamW.
 
-    python benchmarks/optimizer.py                                 # small, 16 windows of 128 tokens, one thread
-    python benchmarks/optimizer.py --preset tiny --threads 2 --rounds 40
+    python benchmarks/optimizer.py                        # small, 16 windows of 128 tokens, one thread
+    python benchmarks/optimizer.py --preset tiny --threads 2
 
 Both variants train their own copy of one model on the same batches with qkflow's step (forward, backward,
 clipping, update), alternating step by step in one process. Printed: time per step, of which the update of the

@@ -68,7 +68,9 @@ def test_muon_with_two_processes_matches_one(run_folder: Callable[..., Path]) ->
     assert launch(launches) == ["[0]", "[0, 0]", "[0, 0]", "[75, 75]", "[0]"]
     for other in (ddp, fsdp, fsdp_to_one):
         for kind in ("train", "eval"):
-            assert metric(other, kind, "loss") == pytest.approx(metric(one, kind, "loss"), rel=2e-4), other.name
+            assert metric(other, kind, "loss") == pytest.approx(metric(one, kind, "loss"), rel=2e-4), (
+                other.name
+            )
 
 
 def test_fold_with_two_processes_matches_one(run_folder: Callable[..., Path]) -> None:

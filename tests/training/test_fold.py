@@ -25,9 +25,7 @@ RunFolder = Callable[..., Path]
 
 def small_model(coupling: str, **attention: Any) -> Decoder:
     attention |= {"coupling": coupling}
-    return Decoder(
-        preset("tiny", vocab_size=32, n_layers=2, dim=16, n_heads=4, attention=attention), seed=0
-    )
+    return Decoder(preset("tiny", vocab_size=32, n_layers=2, dim=16, n_heads=4, attention=attention), seed=0)
 
 
 @pytest.mark.parametrize("fold_at", [-0.1, 1.0, 2, float("nan")])

@@ -1,12 +1,12 @@
 """Muon (Jordan et al. 2024): momentum whose update of every hidden matrix is orthogonalized.
 
     m ← μ·m + (1 − μ)·g
-    u = (1 − μ)·g + μ·m                   (Nesterov)
-    w ← (1 − η·λ)·w − 0.2·η·√max(A, B)·orth(u)     for w (A, B)
+    u = (1 − μ)·g + μ·m                           (Nesterov)
+    w ← (1 − η·λ)·w − 0.2·η·√max(A, B)·orth(u)    for w (A, B)
 
-orth(u) ≈ U·Vᵀ of the singular value decomposition u = U·S·Vᵀ, by five Newton-Schulz steps. An orthogonal matrix
-has entries of RMS 1/√max(A, B), so the factor gives an update the RMS of AdamW's (about 0.2; Moonlight, arXiv
-2502.16982). One learning rate and one weight decay therefore serve both optimizers.
+orth(u) ≈ U·Vᵀ of the singular value decomposition u = U·S·Vᵀ, by five Newton-Schulz steps. The entries of an
+orthogonal matrix have the RMS 1/√max(A, B), so the factor gives an update the RMS of AdamW's, about 0.2
+(Moonlight, arXiv 2502.16982). One learning rate and one weight decay therefore serve both optimizers.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Stepper:
         return loss, norm
 
     def _wrap_again(self) -> None:
-        """Wrap the model after a parameter has been frozen: DDP waits for the gradients of all at its start."""
+        """Wrap the model again after a parameter was frozen: DDP waits for every gradient it expects."""
         self.objective = self._unwrapped
         gc.collect()  # hooks of the old wrapper end with it
         self.objective = self.dist_context.wrap(self._unwrapped)
