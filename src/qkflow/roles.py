@@ -34,9 +34,12 @@ ROLES = (
 QK_ROLES = ("q", "k", "qk")  # the query-key circuit
 
 
-def parameter_roles(model: nn.Module) -> dict[str, str]:
-    """Return the role of every parameter by full name. Raise InputError if one has none."""
-    roles = {name: _find_role(model, name) for name, _ in model.named_parameters()}
+def parameter_roles(model: nn.Module, *, use_claims: bool = True) -> dict[str, str]:
+    """Return the role of every parameter by full name. Raise InputError if one has none.
+
+    `use_claims=False`: a claim counts only for a parameter without any other role.
+    """
+    roles = {name: _find_role(model, name, use_claims) for name, _ in model.named_parameters()}
     missing = [name for name, role in roles.items() if role is None]
     if missing:
         raise InputError(
@@ -63,11 +66,11 @@ def freeze_roles(model: nn.Module, roles: Iterable[str]) -> None:
                 parameter.requires_grad_(False)
 
 
-def _find_role(model: nn.Module, name: str) -> str | None:
+def _find_role(model: nn.Module, name: str, use_claims: bool = True) -> str | None:
     owners = list(_module_chain(model, name))
     claims = ((owner, rest, "claims") for owner, rest in owners)
     roles = ((owner, rest, "roles") for owner, rest in reversed(owners))
-    for owner, rest, kind in chain(claims, roles):
+    for owner, rest, kind in chain(claims, roles) if use_claims else chain(roles, claims):
         declared: dict[str, str] = getattr(owner, kind, None) or {}
         for depth in range(len(rest), 0, -1):
             role = declared.get(".".join(rest[:depth]))

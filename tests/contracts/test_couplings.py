@@ -336,3 +336,14 @@ def test_uncoupled_matches_parameter_count(kind: str) -> None:
         couplings.build(f"{name}:hidden=12", shape).extra_parameters() for name in ("euler", "uncoupled")
     )
     assert control == euler
+
+
+@pytest.mark.parametrize("kind", ["mha", "gqa"])
+def test_nonlinear_query_has_the_network_of_euler(kind: str) -> None:
+    shape = heads(kind, 64)
+    networks = [
+        {name: p.shape for name, p in couplings.build(spec, shape).named_parameters()}
+        for spec in ("euler:learn_step=false:bias=true", "nonlinear_query:bias=true")
+    ]
+    assert networks[0] == networks[1]
+    assert couplings.build("nonlinear_query", shape).extra_parameters() == shape.n_q * 2 * 8 * 64

@@ -5,8 +5,8 @@
     checkpoints/.step-00000500.part/              being written
 
 Saved tensors: `model.NAME`, every entry of the decoder's state dict; `optimizer.mean.NAME` and
-`optimizer.square.NAME`, the AdamW moments of every trained parameter; `optimizer.steps`, the number of
-updates. Scalars are stored with shape (1,).
+`optimizer.square.NAME`, the AdamW moments of every parameter it trains; `optimizer.momentum.NAME` of every
+parameter that Muon trains; `optimizer.steps`, the number of updates. Scalars are stored with shape (1,).
 
 The manifest has `format`, `fingerprint` (of the config and the data, see `RunConfig.fingerprint`), `step`,
 `seconds` of training so far, `threads` and `torch` (a change of either is reported on resume), `files` with

@@ -23,6 +23,7 @@ from qkflow.models.config import ModelConfig
 from qkflow.models.presets import preset
 from qkflow.training.pace import check_pace
 
+OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]
 ParallelMode = Literal["none", "ddp", "fsdp"]
@@ -51,7 +52,8 @@ class TrainConfig:
     # Batch
     batch_size: int = 16  # windows per optimizer step, over all processes and microbatches
     accumulate: int = 1  # microbatches per optimizer step
-    # Optimizer: AdamW
+    # Optimizer
+    optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
     lr: float = 3e-3  # peak learning rate
     schedule: Schedule = "cosine"  # of the learning rate, after warmup
     warmup: float = 0.02  # below 1: fraction of the run; otherwise: steps
@@ -61,6 +63,7 @@ class TrainConfig:
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
+    momentum: float = 0.95  # Muon
     clip: float = 1.0  # maximum gradient norm; 0: no clipping
     pace: float | str | dict[str, Any] | None = None  # learning-rate ratio of QK: 4, increasing:40
     freeze: tuple[str, ...] = ()  # parameter roles that are not trained, e.g. [slow]
@@ -120,7 +123,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise InputError(f"train.{name} must be at least 0, not {value}", code="negative")
-        for name in ("min_lr_factor", "decay_ratio", "beta1", "beta2"):
+        for name in ("min_lr_factor", "decay_ratio", "beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(
                     f"train.{name} must be between 0 and 1, not {getattr(self, name)}", code="not-a-fraction"
@@ -216,6 +219,8 @@ class RunConfig:
             for name, value in dataclasses.asdict(self.train).items()
             if name not in CHANGEABLE_ON_RESUME
         }
+        if self.train.optimizer == "adamw":  # the keys of Muon do not matter
+            del train["optimizer"], train["momentum"]
         model = self.model_config(2).to_dict() | {"vocab_size": self.model.get("vocab_size")}
         text = json.dumps([model, self.data.seq_len, data_fingerprint, train], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -2,7 +2,7 @@
 
 Every trainable parameter is in exactly one group. Matrices have weight decay; vectors and scalars (norms,
 biases, step sizes) have none. A role may have a multiple of the learning rate, constant or a function of
-progress.
+progress. `muon` has Muon.
 """
 
 from __future__ import annotations

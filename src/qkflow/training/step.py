@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import random
@@ -18,7 +19,9 @@ from qkflow.models.loss import Reduction, linear_cross_entropy
 from qkflow.roles import freeze_roles
 from qkflow.training.config import TrainConfig
 from qkflow.training.distributed import DistContext
-from qkflow.training.optimizer import AdamW, clip_grad_norm, parameter_groups
+from qkflow.training.fold import fold_drifts, layers_to_fold
+from qkflow.training.muon import Muon, hidden_matrices
+from qkflow.training.optimizer import AdamW, Optimizer, ParamGroup, clip_grad_norm, parameter_groups
 from qkflow.training.pace import pace_lr_multipliers
 
 if TYPE_CHECKING:
@@ -62,11 +65,13 @@ class Stepper:
                 **({} if config.compile is True else {"backend": _check_compile_backend(config.compile)})
             )
         freeze_roles(decoder, config.freeze)
+        self._pending_folds = layers_to_fold(decoder, is_sharded=dist_context.is_sharded)
         objective = Objective(decoder)
         dist_context.shard(objective, iter(decoder.blocks))
         multipliers = pace_lr_multipliers(config.pace, decoder, total_steps)
         groups = parameter_groups(decoder, config.lr, config.weight_decay, multipliers)
-        self.optimizer = AdamW(groups, config.beta1, config.beta2, config.eps)
+        self.optimizer = _build_optimizer(config, decoder, groups)
+        self._unwrapped = objective
         self.objective = dist_context.wrap(objective)
         # On a CPU, reading the loss needs no synchronization: a bad step is detected before the update.
         self.check_before_update = dist_context.device.type == "cpu"
@@ -86,6 +91,8 @@ class Stepper:
         seed_everything(self.config.seed, step, self.dist_context)
         self.optimizer.set_lr(lr, progress)
         self.optimizer.zero_grad()
+        if self._pending_folds and fold_drifts(self._pending_folds, progress):
+            self._wrap_again()
         n_microbatches = self.config.accumulate
         ids = torch.from_numpy(self.windows.batch(step)).to(self.dist_context.device, non_blocking=True)
         losses = []
@@ -104,6 +111,12 @@ class Stepper:
             self.check_finite(step, lr, float(loss), float(norm))
         self.optimizer.step()
         return loss, norm
+
+    def _wrap_again(self) -> None:
+        """Wrap the model again after a parameter was frozen: DDP waits for every gradient it expects."""
+        self.objective = self._unwrapped
+        gc.collect()  # hooks of the old wrapper end with it
+        self.objective = self.dist_context.wrap(self._unwrapped)
 
     def check_finite(self, step: int, lr: float, loss: float, grad_norm: float) -> None:
         """Raise NonFiniteError if the loss or the gradient norm is NaN or infinite."""
@@ -137,6 +150,13 @@ class Stepper:
             return self.dist_context.all_reduce_sum(total)
 
         return loss_sum
+
+
+def _build_optimizer(config: TrainConfig, decoder: Decoder, groups: list[ParamGroup]) -> Optimizer:
+    adamw = (config.beta1, config.beta2, config.eps)
+    if config.optimizer == "muon":
+        return Muon(groups, hidden_matrices(decoder), config.momentum, *adamw)
+    return AdamW(groups, *adamw)
 
 
 def _check_compile_backend(name: str) -> str:

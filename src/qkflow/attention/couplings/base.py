@@ -29,6 +29,8 @@ class Coupling(nn.Module):
     citation: ClassVar[str]
     good_for: ClassVar[str]
     identity_at_init: ClassVar[bool] = False
+    # Fraction of a training run at which a linear drift is folded into W_Q; 0: never.
+    fold_at: float = 0.0
     aliases: ClassVar[dict[str, str]] = {
         "n": "steps",
         "delta": "step",
@@ -69,6 +71,12 @@ class Coupling(nn.Module):
     def linear_drift(self) -> Tensor | None:
         """Return d (H,) if the whole map is q_h + d_h·k, k. None if it is not: it cannot be merged."""
         return None
+
+    @torch.no_grad()
+    def remove_drift(self) -> None:
+        """Fix the linear drift at zero, after it was folded. The default sets all parameters to zero."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.requires_grad_(False).zero_()
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Return named values per query head (H,) for probes and reports, e.g. the step size."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
 from qkflow.attention.couplings.layers import StepSize, add_drift, check_steps, repeat_keys
 from qkflow.attention.projections import HeadShapes
+from qkflow.errors import InputError
 
 
 @register
@@ -16,6 +17,9 @@ class Drift(Coupling):
     The map is linear, so it merges into the projection (W_Q + nΔ·W_K per head): a model trained with it
     exports as a plain standard transformer. It adds a symmetric, positive part to the score, so that a token
     attends to tokens like itself.
+
+    With `fold_at` the training loop folds the drift into W_Q at that fraction of a run and fixes Δ at 0: a
+    control that separates a good start from better dynamics.
     """
 
     name = "drift"
@@ -32,8 +36,15 @@ class Drift(Coupling):
         step: float = 0.1,
         learn_step: bool = True,
         step_per: str = "head",
+        fold_at: float = 0.0,
     ) -> None:
         super().__init__(head_shapes)
+        if not 0 <= fold_at < 1:
+            raise InputError(
+                f"fold_at must be a fraction of the run between 0 and 1, or 0 for never, not {fold_at}",
+                code="bad-fold-at",
+            )
+        self.fold_at = fold_at
         self.steps = check_steps(steps)
         self.step = StepSize(head_shapes.n_q, step, learn_step, step_per, factory_kwargs)
 

@@ -223,6 +223,28 @@ def add_low_rank(x: Tensor, coefficients: Tensor, rows: Tensor) -> Tensor:
     return tokens_first(out, x.shape[:2])
 
 
+def add_force(x: Tensor, force: LowRankForce, delta: Tensor | None = None, steps: int = 1) -> Tensor:
+    """Apply x ← x + Δ·f(x) n times to x (B, T, H, D), in the r dimensions that f reads; None: Δ = 1."""
+    dtype = x.dtype
+    rows, bias = force.w2.transpose(1, 2), force.b2
+    if delta is not None:
+        rows = rows * delta[:, None, None]  # Δ·W2ᵀ
+        bias = None if bias is None else bias * delta[:, None]
+    u = project_latents(x, force.w1.to(dtype))
+    if force.b1 is not None:
+        u = u + force.b1.unsqueeze(-1).to(dtype)
+    kicks = F.silu(u)
+    mix = (force.w1 @ rows.transpose(1, 2)).to(dtype) if steps > 1 else None
+    for step in range(1, steps):
+        assert mix is not None
+        u_step = torch.baddbmm(u, mix, kicks)
+        if bias is not None:
+            u_step = u_step + step * (force.w1 @ bias.unsqueeze(-1)).to(dtype)
+        kicks = kicks + F.silu(u_step)
+    out = add_low_rank(x, kicks, rows.to(dtype))
+    return out if bias is None else out + (steps * bias).to(dtype)
+
+
 def _compose(w1: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return W1·(W·x + b) as one linear map, for W1 (heads, r, D) and a projection to as many heads."""
     n_heads, _, head_dim = w1.shape

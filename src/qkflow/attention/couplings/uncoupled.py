@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qkflow.attention.couplings.base import Coupling, FactoryKwargs, register
 from qkflow.attention.couplings.layers import HeadNetworks, StepSize, check_steps
-from qkflow.attention.couplings.low_rank import add_low_rank, project_latents
+from qkflow.attention.couplings.low_rank import add_force
 from qkflow.attention.projections import HeadShapes
 
 
@@ -51,8 +49,8 @@ class Uncoupled(Coupling):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return (
-            _flow(q, self.query_network, self.step.per_head(), self.steps),
-            _flow(k, self.key_network, self._key_step(), self.steps),
+            add_force(q, self.query_network.as_force(), self.step.per_head(), self.steps),
+            add_force(k, self.key_network.as_force(), self._key_step(), self.steps),
         )
 
     def reference(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,22 +66,3 @@ class Uncoupled(Coupling):
         hidden, shapes = self.query_network.hidden_dim, self.head_shapes
         per_head = 4 * hidden * shapes.head_dim + (self.steps - 1) * 2 * hidden * hidden
         return (shapes.n_q + shapes.n_k) * per_head
-
-
-def _flow(x: Tensor, network: HeadNetworks, delta: Tensor, steps: int) -> Tensor:
-    """Apply x ← x + Δ·f(x) n times, in the r dimensions that f reads (as in `low_rank`)."""
-    force, dtype = network.as_force(), x.dtype
-    rows = force.w2.transpose(1, 2) * delta[:, None, None]  # Δ·W2ᵀ
-    u = project_latents(x, force.w1.to(dtype))
-    if force.b1 is not None:
-        u = u + force.b1.unsqueeze(-1).to(dtype)
-    kicks = F.silu(u)
-    bias = None if force.b2 is None else force.b2 * delta[:, None]
-    mix = (force.w1 @ rows.transpose(1, 2)).to(dtype)
-    for step in range(1, steps):
-        u_step = torch.baddbmm(u, mix, kicks)
-        if bias is not None:
-            u_step = u_step + step * (force.w1 @ bias.unsqueeze(-1)).to(dtype)
-        kicks = kicks + F.silu(u_step)
-    out = add_low_rank(x, kicks, rows.to(dtype))
-    return out if bias is None else out + (steps * bias).to(dtype)
