@@ -16,7 +16,7 @@ from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 from qkflow.training.config import Schedule
 
 MatchMode = Literal["tokens", "time", "flops"]
-PresetName = Literal["tiny", "small", "60m", "150m", "350m", "455m"]
+PresetName = Literal["tiny", "tiny-swiglu", "small", "60m", "150m", "350m", "350m-swiglu", "455m"]
 EngineName = Literal["local", "ray"]
 
 DEFAULT_TOKENS = 200_000
@@ -37,7 +37,7 @@ class ComparisonConfig:
     inits       initializations that every variant and the standard model are trained from, e.g.
                 gpt2,fan_in,mimetic.
     seeds       number of paired seeds; a verdict needs at least 3.
-    preset      model size: tiny, small, 60m, 150m, 350m or 455m.
+    preset      model size: tiny, tiny-swiglu, small, 60m, 150m, 350m, 350m-swiglu or 455m.
     tokens      training tokens per run, e.g. 200k or 1M.
     minutes     approximate duration of the whole comparison, instead of --tokens; costs are measured first.
     tokenizer   tokenizer: bytes, bpe:SIZE, a path or hf:NAME.
