@@ -23,7 +23,7 @@ class AttentionConfig:
     circuit: str = "FAFO"  # factorized (F) or collapsed (C) QK and OV: FAFO, FACO, CAFO or CACO
     bias: bool = False  # biases in the projections
     qk_norm: bool = False  # RMSNorm of queries and keys per head
-    qk_norm_gain: float | Literal["learned"] = "learned"  # weights of qk_norm; g: none, scores times g
+    qk_norm_gain: float | Literal["learned"] = "learned"  # a number g: no norm weights, scores times g
     rope: bool | dict[str, Any] = True  # rotary positions, or their options (base, scaling, ...)
     window: int | None = None  # sliding window in tokens
     dropout: float = 0.0  # of the attention weights
