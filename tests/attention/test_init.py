@@ -76,7 +76,9 @@ def test_streams_keep_their_numbers(init: str) -> None:
         ("fan_in{out=modern}", "fan_in{out=zero}"),
         ("fan_in{out=0}", "fan_in{out=zero}"),
         ("gpt2{mlp=0.7}", "gpt2{mlp=fan_in}"),
-        ("modern{embed=0.6}", "modern{embed=0.6}"),  # differs from modern with an untied head
+        ("modern{embed=0.6,head=0.6}", "modern"),
+        ("modern{head=gpt2,embed=gpt2}", "modern{embed=gpt2}"),
+        ("modern{head=modern,embed=gpt2}", "modern{embed=gpt2,head=modern}"),
     ],
 )
 def test_canonical_text(text: str, canonical: str) -> None:
@@ -136,13 +138,14 @@ def test_modern_std(feed_forward: str) -> None:
     torch.testing.assert_close(model(ids), model.norm(model.embedding(ids)))  # blocks are the identity
 
 
-def test_modern_with_untied_head() -> None:
-    model = Decoder(preset("tiny", n_layers=1, init="modern", tie_embeddings=False), seed=0)
-    assert model.embedding.weight.std().item() == pytest.approx(1.0, rel=0.01)
-    assert not model.output_weight.any()
-    same = Decoder(preset("tiny", n_layers=1, init="modern{embed=0.6}", tie_embeddings=False), seed=0)
-    for weight in (same.embedding.weight, same.output_weight):
-        assert weight.std().item() == pytest.approx(0.6 / 128**0.5, rel=0.02)
+@pytest.mark.parametrize(
+    ("init", "embedding_std", "head_std"),
+    [("modern", 0.6, 0.6), ("modern{embed=2}", 2.0, 2.0), ("modern{embed=2,head=zero}", 2.0, 0.0)],
+)
+def test_untied_head(init: str, embedding_std: float, head_std: float) -> None:
+    model = Decoder(preset("tiny", n_layers=1, init=init, tie_embeddings=False), seed=0)
+    assert model.embedding.weight.std().item() == pytest.approx(embedding_std / 128**0.5, rel=0.02)
+    assert model.output_weight.std().item() == pytest.approx(head_std / 128**0.5, rel=0.02)
 
 
 @pytest.mark.parametrize("coupling", ["euler", "leapfrog:n=3"])
@@ -251,6 +254,7 @@ def test_collapsed_circuits() -> None:
     [
         ("modern", {}),
         ("modern", {"tie_embeddings": False}),
+        ("modern{head=zero}", {"tie_embeddings": False}),
         ("modern", {"attention": {"rope": False}, "feed_forward": "swiglu"}),
         ("modern+zero_q", {"attention": {"coupling": "euler"}}),
         ("modern", {"slow": {"ratio": 4, "gate_init": 0.1}}),

@@ -5,11 +5,11 @@ parameter they have in common, so that differences between variants are paired.
 
 Inits are written `BASE`, `BASE+MODIFIER`, `BASE{PART=VALUE,…}` or `BASE{PART=VALUE,…}+MODIFIER`:
 
-| base | every matrix | residual outputs | embedding and head |
-|---|---|---|---|
-| `gpt2` | N(0, 0.02²) | further scaled by 1/√(2·layers) | N(0, 0.02²) |
-| `fan_in` | N(0, 0.7²/fan-in), close to PyTorch's default | the same | N(0, 0.7²/dim) |
-| `modern` | N(0, 0.6²/fan-in) | zero: blocks start as the identity | tied N(0, 0.6²/dim); untied N(0, 1), 0 |
+| base | every matrix | residual outputs |
+|---|---|---|
+| `gpt2` | N(0, 0.02²) | further scaled by 1/√(2·layers) |
+| `fan_in` | N(0, 0.7²/fan-in), close to PyTorch's default | the same |
+| `modern` | N(0, 0.6²/fan-in) | zero: every block starts as the identity |
 
 | modifier | attention matrices |
 |---|---|
@@ -27,12 +27,16 @@ Inits are written `BASE`, `BASE+MODIFIER`, `BASE{PART=VALUE,…}` or `BASE{PART=
 | `{ov=VALUE}` | W_V |
 | `{out=VALUE}` | residual outputs: W_O (or the collapsed W_OV) and the down matrix of the feed-forward |
 | `{mlp=VALUE}` | up and gate matrices of the feed-forward |
-| `{embed=VALUE}` | embedding, and the head if it is not tied |
+| `{embed=VALUE}` | embedding, whose fan-in is dim |
+| `{head=VALUE}` | output matrix if it is not tied to the embedding; default: as the embedding |
 
-The value of a part is a base, `zero` (ov and out only) or a number a, which means N(0, a²/fan-in); the other
-parts take the base: `fan_in{qk=gpt2,out=zero}+symmetric=1`. Networks of couplings and scorings always take
-the base. A modifier alone uses the base of its source: `gpt2` for `mimetic` and `scaled_identity`, `fan_in`
-for the others (`symmetric=1` is `fan_in+symmetric=1`).
+The value of a part is a base, `zero` (ov, out and head only) or a number a, which means N(0, a²/fan-in); the
+other parts take the base: `fan_in{qk=gpt2,out=zero}+symmetric=1`. Networks of couplings and scorings always
+take the base. A modifier alone uses the base of its source: `gpt2` for `mimetic` and `scaled_identity`,
+`fan_in` for the others (`symmetric=1` is `fan_in+symmetric=1`).
+
+The embedding and an untied head of `modern` are drawn like its other matrices. modded-nanogpt draws N(0, 1)
+and zero, which needs learning rates of their own: with one rate for all, `head=zero` trains worse.
 
 The score of `symmetric_score` is that of an input of unit RMS through the added part, without a query-key
 norm: s = c·√head_dim·σ²·dim, where σ is the standard deviation of W_K.
@@ -44,7 +48,7 @@ import hashlib
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +68,8 @@ INIT_MODIFIERS: dict[str, float | None] = {
 }
 # modifiers that set W_Q, W_K, W_V and W_O on their own; the others change W_Q alone
 CIRCUIT_MODIFIERS = ("mimetic", "scaled_identity")
-INIT_PARTS = ("qk", "ov", "out", "mlp", "embed")
-Part = Literal["qk", "ov", "out", "mlp", "embed", "untied_embed", "head"]
+Part = Literal["qk", "ov", "out", "mlp", "embed", "head"]
+INIT_PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class InitScheme:
 
     def value(self, part: str) -> str:
         """Return how a part is drawn: a base, `zero` or a number."""
-        return dict(self.parts).get(part, self.base)
+        parts = dict(self.parts)
+        return parts.get(part) or (parts.get("embed", self.base) if part == "head" else self.base)
 
     def _check_parts(self) -> None:
         """Raise for parts that would never get a gradient, or that the modifier overwrites."""
@@ -159,10 +164,10 @@ def _parse_parts(text: str, base: str, body: str) -> tuple[tuple[str, str], ...]
         if part in values:
             raise InputError(f"init '{text}' has {part} twice", code="duplicate-init-part")
         values[part] = _canonical_value(text, part, value)
+    defaults = {part: _canonical_value(text, part, base) for part in INIT_PARTS}
+    defaults["head"] = values.get("embed", base)
     return tuple(
-        (part, values[part])
-        for part in INIT_PARTS
-        if part in values and values[part] != _canonical_value(text, part, base)
+        (part, values[part]) for part in INIT_PARTS if part in values and values[part] != defaults[part]
     )
 
 
@@ -177,7 +182,7 @@ def _canonical_value(text: str, part: str, value: str) -> str:
             raise InputError(
                 f"init '{text}': {part} must be zero or above, not {value}", code="bad-init-value"
             )
-        same = {0.0: "zero", 0.7: "fan_in"} | ({} if part in ("out", "embed") else {0.6: "modern"})
+        same = {0.0: "zero", 0.7: "fan_in"} | ({} if part == "out" else {0.6: "modern"})
         value = same.get(number, _format_number(number))
     return "zero" if (part, value) == ("out", "modern") else value
 
@@ -221,18 +226,13 @@ class ParamSampler:
 
     def std(self, fan_in: int, part: Part | None = None) -> float:
         """Return the standard deviation of a matrix; without a part, that of the base."""
-        named = "embed" if part in ("untied_embed", "head") else part
-        value = self.scheme.base if named is None else self.scheme.value(named)
-        if value == "zero":
+        value = self.scheme.base if part is None else self.scheme.value(part)
+        if value == "zero" or (value, part) == ("modern", "out"):
             return 0.0
         if value == "gpt2":
             return 0.02 / (2 * self.n_layers) ** 0.5 if part == "out" else 0.02
-        if value == "fan_in":
-            return 0.7 / fan_in**0.5
-        if value == "modern":
-            fixed: dict[Part | None, float] = {"out": 0.0, "head": 0.0, "untied_embed": 1.0}
-            return fixed.get(part, 0.6 / fan_in**0.5)
-        return float(value) / fan_in**0.5
+        gain = {"fan_in": 0.7, "modern": 0.6}.get(value)
+        return (float(value) if gain is None else gain) / fan_in**0.5
 
     def matrix(
         self, name: str, shape: torch.Size | tuple[int, ...], fan_in: int, *, part: Part | None = None

@@ -69,7 +69,7 @@ def reinitialize(
     attn_layers = find_attention_layers(model)
     check_no_cross_attention(model, "reinitialize a part of the model without it, e.g. model.get_encoder()")
     known = infer_parameter_roles(model, roles)
-    head_name = _untied_head_name(model)
+    head_name = _output_matrix_name(model)
     # check all layers before changing any
     circuits = [(layer, *_value_and_output_projections(model, layer, known)) for layer in attn_layers]
     parameters = dict(model.named_parameters())
@@ -135,12 +135,10 @@ def _reinit_attention(attn_layer: AttentionLayer, v: nn.Module, o: nn.Module, sa
     copy_into(linear_weight(o), ov.o.weight.to(o.weight.device))  # type: ignore[arg-type]
 
 
-def _untied_head_name(model: nn.Module) -> str | None:
-    """Return the name of the output matrix of a language model, None if it is tied or missing."""
+def _output_matrix_name(model: nn.Module) -> str | None:
+    """Return the name of the output matrix of a language model; a tied one has the embedding's name."""
     get_output = getattr(model, "get_output_embeddings", lambda: None)
     weight = getattr(get_output(), "weight", None)
-    if weight is None or weight is model.get_input_embeddings().weight:  # type: ignore[operator]
-        return None
     return next((name for name, parameter in model.named_parameters() if parameter is weight), None)
 
 
@@ -149,7 +147,7 @@ def _part(name: str, role: str, head_name: str | None) -> Part | None:
     if role == "mlp":
         return "out" if RESIDUAL_PROJECTION_PATTERN.search(name) else "mlp"
     if role == "embed":
-        return "embed" if head_name is None else "untied_embed"
+        return "embed"
     return "head" if name == head_name else None
 
 

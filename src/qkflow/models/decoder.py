@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qkflow.attention import Attention, KVCache
 from qkflow.attention.attention import attention_layers
-from qkflow.attention.init import ParamSampler, Part, copy_into, initialize
+from qkflow.attention.init import ParamSampler, copy_into, initialize
 from qkflow.attention.masks import Mask
 from qkflow.attention.projections import check_not_offloaded
 from qkflow.attention.rope import Rotation
@@ -234,8 +234,7 @@ class Decoder(nn.Module):
     def init_parameters(self, sampler: ParamSampler) -> None:
         # with tied embeddings this is also the output matrix, whose fan-in is dim
         weight = self.embedding.weight
-        part: Part = "embed" if self.head is None else "untied_embed"
-        copy_into(weight, sampler.matrix("embedding.weight", weight.shape, self.config.dim, part=part))
+        copy_into(weight, sampler.matrix("embedding.weight", weight.shape, self.config.dim, part="embed"))
         if self.head is not None:
             sampler.init_linear("head", self.head, part="head")
         for norm in (self.embedding_norm, self.norm):
