@@ -9,7 +9,7 @@ import pytest
 
 from input_errors import raises_code
 from qkflow.attention import couplings, scorings
-from qkflow.attention.init import BASE_INITS, INIT_MODIFIERS
+from qkflow.attention.init import BASE_INITS, INIT_MODIFIERS, INIT_PARTS
 from qkflow.cli.commands import registry
 from qkflow.cli.main import dispatch
 
@@ -29,10 +29,11 @@ def test_scorings_lists_every_registered_scoring(capsys: pytest.CaptureFixture[s
     assert [row["scoring"] for row in rows] == scorings.names()
 
 
-def test_inits_lists_every_base_and_modifier(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inits_lists_every_base_modifier_and_part(capsys: pytest.CaptureFixture[str]) -> None:
     dispatch(["inits", "--json"])
     rows = json.loads(capsys.readouterr().out)["inits"]
-    assert {row["init"].partition("=")[0] for row in rows} == {*BASE_INITS, *INIT_MODIFIERS}
+    names = {row["init"].partition("=")[0] for row in rows}
+    assert names == {*BASE_INITS, *INIT_MODIFIERS, *(f"{{{part}" for part in INIT_PARTS)}
 
 
 def test_config_describes_a_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,8 @@ def sample_cases(seed: int = 0) -> list[Case]:
                 "rope": draw.choice((True, False, {"base": 500.0, "scaling": "linear", "factor": 2.0})),
             }
         )
+    for index, case in enumerate(case for case in cases if case["qk_norm"]):
+        case["qk_norm_gain"] = 1.5 if index % 2 else "learned"
     return cases
 
 

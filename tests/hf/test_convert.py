@@ -77,6 +77,15 @@ def test_unsupported_conversions_are_refused() -> None:
         hf.to_llama(decoder(causal=False))
     with raises_code("not-a-llama"):
         hf.to_llama(decoder({"scoring": "differential"}))
+    for attention, changes, feature in (
+        ({}, {"logit_softcap": 15.0}, "softcap"),
+        ({}, {"embedding_norm": True}, "embedding norm"),
+        ({"qk_norm": True, "qk_norm_gain": 1.2}, {}, "fixed gain"),
+        ({"rope": False}, {}, "rotary"),
+    ):
+        with raises_code("not-a-llama") as caught:
+            hf.to_llama(decoder(attention, **changes))
+        assert feature in str(caught.value)
     with raises_code("unsupported-architecture"):
         hf.from_transformers(tiny("gpt2"))
     with raises_code("unknown-rope-type"):

@@ -32,6 +32,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_embeddings": False,
         "attention": {"coupling": "affine", "bias": True, "window": 6},
     },
+    "softcap, fixed gain, embedding norm": {
+        "logit_softcap": 0.5,
+        "embedding_norm": True,
+        "attention": {"qk_norm": True, "qk_norm_gain": 1.2},
+    },
+    "modern, untied, no rope": {
+        "init": "modern{out=0.5,embed=0.5}",
+        "tie_embeddings": False,
+        "attention": {"rope": False},
+    },
     "differential": {"attention": {"coupling": "leapfrog:n=2", "scoring": "differential", "qk_norm": True}},
 }
 
@@ -65,13 +75,16 @@ def test_save_load_through_auto_classes(variant: str, tmp_path: Path) -> None:
     )
 
 
-def test_wrapper_matches_decoder() -> None:
-    model = causal()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_wrapper_matches_decoder(variant: str) -> None:
+    model = causal(**VARIANTS[variant])
     decoder = hf.from_transformers(model)
     assert isinstance(decoder, Decoder)
     with torch.no_grad():
-        expected = decoder.logits(decoder(prompt()))
-        assert torch.equal(model(input_ids=prompt()).logits, expected)
+        hidden = decoder(prompt())
+        out = model(input_ids=prompt(), labels=prompt())
+        assert torch.equal(out.logits, decoder.logits(hidden))
+        torch.testing.assert_close(out.loss, decoder.loss(hidden[:, :-1], prompt()[:, 1:]))
     fresh = Decoder(model.config.model_config(), seed=3)
     wrapped = hf.to_transformers(fresh)
     assert {name.removeprefix("model.decoder."): p for name, p in wrapped.named_parameters()} == dict(
@@ -309,8 +322,9 @@ def test_packed_loss_matches_llama() -> None:
     torch.testing.assert_close(*losses)
 
 
-def test_inputs_embeds_match_input_ids() -> None:
-    model = causal()
+@pytest.mark.parametrize("embedding_norm", [False, True])
+def test_inputs_embeds_match_input_ids(embedding_norm: bool) -> None:
+    model = causal(embedding_norm=embedding_norm)
     embeddings = model.get_input_embeddings()(prompt())
     assert torch.equal(model(inputs_embeds=embeddings).logits, model(input_ids=prompt()).logits)
     asked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}

@@ -22,7 +22,7 @@ def projection(layer: AttentionLayer, part: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("init", ["gpt2", "symmetric=1"])
+@pytest.mark.parametrize("init", ["gpt2", "symmetric=1", "gpt2{qk=fan_in,out=modern}+tied_qk"])
 def test_families(family: str, init: str) -> None:
     model, again = tiny(family), tiny(family)
     changes = hf.reinitialize(model, init, seed=3)
@@ -59,6 +59,28 @@ def test_standard_deviations() -> None:
         "model.layers.0.mlp.down_proj.weight": 256,
     }.items():
         assert after[name] == pytest.approx(0.7 / fan_in**0.5, rel=0.05), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_modern_residual_outputs_and_head(tied: bool) -> None:
+    model = tiny("llama", hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
+    after = {change.name: change.std_after for change in hf.reinitialize(model, "modern{head=zero}", seed=0)}
+    for name, expected in {
+        "model.embed_tokens.weight": 0.6 / 128**0.5,
+        "model.layers.0.self_attn.q_proj.weight": 0.6 / 128**0.5,
+        "model.layers.0.mlp.gate_proj.weight": 0.6 / 128**0.5,
+        "model.layers.0.mlp.down_proj.weight": 0.0,
+        "model.layers.1.self_attn.o_proj.weight": 0.0,
+        **({} if tied else {"lm_head.weight": 0.0}),
+    }.items():
+        assert after[name] == pytest.approx(expected, rel=0.05), name
+
+
+def test_modern_keeps_a_classifier() -> None:
+    model = transformers.LlamaForSequenceClassification(tiny("llama").config)
+    after = {change.name: change.std_after for change in hf.reinitialize(model, "modern", seed=0)}
+    assert after["score.weight"] > 0
+    assert after["model.embed_tokens.weight"] == pytest.approx(0.6 / 64**0.5, rel=0.1)
 
 
 WIDE: dict[str, Any] = {**GROUPED, "hidden_size": 256, "num_hidden_layers": 1, "num_experts_per_tok": 1}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from qkflow.models.cost import (
     parameters_by_role,
     saved_activation_bytes,
 )
+from qkflow.models.presets import PRESETS
+from qkflow.studies.config import PresetName
 
 
 def small_config(**options: Any) -> ModelConfig:
@@ -30,6 +32,19 @@ def small_config(**options: Any) -> ModelConfig:
 def test_preset_sizes(name: str, millions: float) -> None:
     counts = parameters_by_role(build_meta_decoder(preset(name)))
     assert sum(counts.values()) / 1e6 == pytest.approx(millions, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["tiny", "350m"])
+def test_swiglu_twins_have_the_same_size(name: str) -> None:
+    ours, twin = preset(name), preset(f"{name}-swiglu")
+    assert (ours.feed_forward, twin.feed_forward) == ("gelu", "swiglu")
+    assert (ours.n_layers, ours.dim, ours.n_heads) == (twin.n_layers, twin.dim, twin.n_heads)
+    counts = [sum(parameters_by_role(build_meta_decoder(config)).values()) for config in (ours, twin)]
+    assert counts[1] == pytest.approx(counts[0], rel=2e-3)
+
+
+def test_studies_know_every_preset() -> None:
+    assert set(get_args(PresetName)) == PRESETS.keys()
 
 
 @pytest.mark.parametrize("scoring", scorings.names())

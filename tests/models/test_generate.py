@@ -42,6 +42,8 @@ def generate_without_cache(model: Decoder, ids: Tensor, n_tokens: int) -> Tensor
         {"attention": {"scoring": "differential", "rope": False}},
         {"attention": {"circuit": "CACO", "rope": False}},
         {"attention": {"bias": True}},
+        {"logit_softcap": 2.0, "embedding_norm": True, "attention": {"qk_norm": True, "qk_norm_gain": 2.5}},
+        {"init": "modern{out=0.5}", "tie_embeddings": False, "attention": {"rope": False}},
     ],
 )
 def test_cached_matches_uncached(options: dict[str, Any], batch_size: int) -> None:
@@ -76,7 +78,12 @@ def check_cpu_decoder(model: Decoder, length: int, n_prompt: int) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"n_kv_heads": 2, "attention": {"qk_norm": True}}, {"n_kv_heads": 4, "attention": {"rope": False}}],
+    [
+        {},
+        {"n_kv_heads": 2, "attention": {"qk_norm": True}},
+        {"n_kv_heads": 4, "attention": {"rope": False}},
+        {"logit_softcap": 2.0, "embedding_norm": True, "attention": {"qk_norm": True, "qk_norm_gain": 2.5}},
+    ],
 )
 @pytest.mark.parametrize("scoring", scorings.names())
 @pytest.mark.parametrize("coupling", [*couplings.names(), "leapfrog:n=3:bias=true", "affine:n=3:bias=true"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,13 +37,15 @@ def loss_and_grads(
 @pytest.mark.parametrize("chunk_size", [1, 8, 37, 1000])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("n_ignored", [0, 9])
-def test_matches_reference_in_float64(chunk_size: int, reduction: str, n_ignored: int) -> None:
+@pytest.mark.parametrize("softcap", [None, 0.5, 15.0])
+def test_matches_reference_in_float64(
+    chunk_size: int, reduction: str, n_ignored: int, softcap: float | None
+) -> None:
     hidden, weight, targets = make_inputs()
     targets[:n_ignored] = -100
-    ours = loss_and_grads(
-        linear_cross_entropy, hidden, weight, targets, reduction=reduction, chunk_size=chunk_size
-    )
-    textbook = loss_and_grads(linear_cross_entropy_reference, hidden, weight, targets, reduction=reduction)
+    options: dict[str, Any] = {"reduction": reduction, "softcap": softcap}
+    ours = loss_and_grads(linear_cross_entropy, hidden, weight, targets, chunk_size=chunk_size, **options)
+    textbook = loss_and_grads(linear_cross_entropy_reference, hidden, weight, targets, **options)
     for a, b in zip(ours, textbook, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
@@ -68,6 +71,21 @@ def test_batched_shape_and_ignored_token_with_infinite_loss() -> None:
     torch.testing.assert_close(loss, linear_cross_entropy_reference(hidden[keep], weight, targets[keep]))
 
 
+def test_softcap_gradient_by_finite_differences() -> None:
+    hidden, weight, targets = make_inputs(n_tokens=5)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, targets, softcap=1.5, chunk_size=2), (hidden, weight)
+    )
+
+
+def test_large_logits_stay_below_the_softcap() -> None:
+    hidden, weight, targets = make_inputs()
+    hidden = (1e6 * hidden).detach().requires_grad_()
+    loss, *gradients = loss_and_grads(linear_cross_entropy, hidden, weight, targets, softcap=3.0)
+    assert loss.item() <= 6.0 + math.log(11)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_frozen_input_gets_no_gradient(frozen: int) -> None:
     hidden, weight, targets = make_inputs()
@@ -78,11 +96,12 @@ def test_frozen_input_gets_no_gradient(frozen: int) -> None:
     assert parts[1 - frozen].grad is not None
 
 
-def test_bf16_autocast_tolerance() -> None:
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_bf16_autocast_tolerance(softcap: float | None) -> None:
     hidden, weight, targets = make_inputs(torch.float32, n_tokens=200, dim=32, vocab_size=50)
-    exact = loss_and_grads(linear_cross_entropy_reference, hidden, weight, targets)
+    exact = loss_and_grads(linear_cross_entropy_reference, hidden, weight, targets, softcap=softcap)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = loss_and_grads(linear_cross_entropy, hidden, weight, targets, chunk_size=64)
+        rough = loss_and_grads(linear_cross_entropy, hidden, weight, targets, chunk_size=64, softcap=softcap)
     assert rough[0].dtype == torch.float32
     for a, b in zip(rough, exact, strict=True):
         assert (a - b).norm() <= 0.02 * b.norm()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from qkflow.attention import couplings, scorings
-from qkflow.attention.checks import check_attention_input, check_attention_shape, check_collapsed_circuit
+from qkflow.attention.checks import (
+    check_attention_input,
+    check_attention_shape,
+    check_collapsed_circuit,
+    check_qk_norm_gain,
+)
 from qkflow.attention.couplings.base import PreparedQK
 from qkflow.attention.inference import PreparableModule
 from qkflow.attention.init import InitScheme, ParamSampler, initialize
@@ -45,6 +50,9 @@ class Attention(PreparableModule):
     coupling             e.g. "none", "drift", "euler", "leapfrog:n=7:conservative=true", "affine"
     scoring              "softmax", "differential" or "differential_v2"
     circuit              "FAFO", or with a collapsed QK and/or OV circuit: "CAFO", "FACO", "CACO"
+    qk_norm              RMSNorm of queries and keys, per head
+    qk_norm_gain         "learned": the norms have weights; a number g: they have none, and scores are
+                         multiplied by g
     rope                 True, False, or the fields of `RotaryEmbedding` (base, scaling, …)
     causal, window       attention mask; with a window, a query attends to the `window` nearest tokens
     init, seed           parameter init (see `qkflow.attention.init`)
@@ -70,6 +78,7 @@ class Attention(PreparableModule):
         circuit: str = "FAFO",
         bias: bool = False,
         qk_norm: bool = False,
+        qk_norm_gain: float | Literal["learned"] = "learned",
         rope: RotaryEmbedding | dict[str, Any] | bool | None = True,
         causal: bool = True,
         window: int | None = None,
@@ -85,6 +94,7 @@ class Attention(PreparableModule):
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         check_attention_shape(dim, n_heads, n_kv_heads, head_dim, window, dropout)
+        check_qk_norm_gain(qk_norm_gain, qk_norm)
         head_dim = dim // n_heads if head_dim is None else head_dim
         rope = RotaryEmbedding.from_option(rope)
         if rope is not None:
@@ -95,7 +105,7 @@ class Attention(PreparableModule):
             )
         self.dim, self.causal, self.window, self.dropout = dim, causal, window, dropout
         self.rope = rope
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 * (1.0 if qk_norm_gain == "learned" else qk_norm_gain)
         self.coupling_spec = couplings.check(coupling)
         scoring_spec = scorings.check(scoring)
         standard = scorings.get(scoring_spec.name).head_shapes(n_heads, n_kv_heads, head_dim)
@@ -103,9 +113,17 @@ class Attention(PreparableModule):
         self.qk, self.ov = build_circuits(circuit, dim, self.head_shapes, bias, **factory_kwargs)
         self.coupling = couplings.build(self.coupling_spec, self.head_shapes, factory_kwargs)
         self.scoring = scorings.build(scoring_spec, self.head_shapes, dim, layer_idx, factory_kwargs)
-        norm_dim = self.head_shapes.head_dim
-        self.q_norm = nn.RMSNorm(norm_dim, eps=1e-6, **factory_kwargs) if qk_norm else None
-        self.k_norm = nn.RMSNorm(norm_dim, eps=1e-6, **factory_kwargs) if qk_norm else None
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(
+                self.head_shapes.head_dim,
+                eps=1e-6,
+                elementwise_affine=qk_norm_gain == "learned",
+                **factory_kwargs,
+            )
+            if qk_norm
+            else None
+            for _ in ("q", "k")
+        )
         self._prepared: PreparedQK | None = None
         initialize(self, init, seed=seed, n_layers=n_layers)
 
@@ -331,7 +349,7 @@ class Attention(PreparableModule):
     def init_parameters(self, sampler: ParamSampler) -> None:
         self.release_prepared()
         for norm in (self.q_norm, self.k_norm):
-            if norm is not None:
+            if norm is not None and norm.elementwise_affine:
                 nn.init.ones_(norm.weight)
 
     def extra_repr(self) -> str:

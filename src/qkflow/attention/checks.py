@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 from torch import Tensor
 
 from qkflow.errors import InputError
@@ -31,6 +34,20 @@ def check_attention_shape(
         raise InputError(f"window must be at least 1, not {window}", code="bad-window")
     if not 0 <= dropout < 1:
         raise InputError(f"dropout must be in [0, 1), not {dropout}", code="bad-dropout")
+
+
+def check_qk_norm_gain(gain: float | Literal["learned"], qk_norm: bool) -> None:
+    """Raise unless the gain is `learned`, or a number above zero with qk_norm."""
+    if gain == "learned":
+        return
+    if not isinstance(gain, int | float) or not 0 < gain < math.inf:
+        raise InputError(
+            f"qk_norm_gain must be 'learned' or a number above zero, not {gain!r}", code="bad-qk-norm-gain"
+        )
+    if not qk_norm:
+        raise InputError(
+            f"qk_norm_gain {gain} needs query-key norms: use qk_norm=True", code="qk-norm-gain-without-norm"
+        )
 
 
 def check_collapsed_circuit(circuit: str, *, rope: bool, scoring: str, qk_norm: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.init import ParamSampler, copy_into
+from qkflow.attention.init import ParamSampler, Part, copy_into
 from qkflow.errors import InputError, unknown
 
 CIRCUITS = ("FAFO", "FACO", "CAFO", "CACO")
@@ -149,15 +149,35 @@ class FactorizedQK(nn.Module):
 
     def init_parameters(self, sampler: ParamSampler) -> None:
         scheme = sampler.scheme
-        sampler.init_linear("q", self.q)
-        sampler.init_linear("k", self.k)
-        if scheme.modifier == "symmetric":
-            self.fold_drift(torch.full((self.head_shapes.n_q,), scheme.strength, device=self.q.weight.device))
+        sampler.init_linear("q", self.q, part="qk")
+        sampler.init_linear("k", self.k, part="qk")
+        if scheme.modifier in ("symmetric", "symmetric_score"):
+            c = scheme.strength
+            if scheme.modifier == "symmetric_score":  # the score of a token with itself per unit of c
+                dim, head_dim = self.q.in_features, self.head_shapes.head_dim
+                c /= head_dim**0.5 * sampler.std(dim, "qk") ** 2 * dim
+            self.fold_drift(torch.full((self.head_shapes.n_q,), c, device=self.q.weight.device))
+        elif scheme.modifier == "random_partner":
+            self._add_random_partner(sampler)
+        elif scheme.modifier == "tied_qk":
+            copy_into(self.q.weight, self.repeat_key_rows(self.k.weight))
+        elif scheme.modifier == "zero_q":
+            nn.init.zeros_(self.q.weight)
         elif scheme.modifier == "mimetic":
             self._init_mimetic(sampler)
         elif scheme.modifier == "scaled_identity":
             for layer in (self.q, self.k):
                 nn.init.eye_(layer.weight).mul_(scheme.strength)
+
+    def _add_random_partner(self, sampler: ParamSampler) -> None:
+        """Set W_Q + c·P: P is drawn like W_K, with the norm of W_K in every key head."""
+        keys = self.k.weight.double().cpu()
+        partner = sampler.matrix("partner.weight", keys.shape, self.k.in_features, part="qk")
+        per_head = (self.head_shapes.n_k, -1)
+        norms = keys.view(per_head).norm(dim=1) / partner.view(per_head).norm(dim=1)
+        partner = (partner.view(per_head) * norms[:, None]).view_as(keys)
+        added = sampler.scheme.strength * self.repeat_key_rows(partner)
+        copy_into(self.q.weight, self.q.weight.double().cpu() + added)
 
     def _init_mimetic(self, sampler: ParamSampler) -> None:
         """Set W_Q,hᵀ·W_K,g ≈ s·(Z_h + I): the best rank-D factors for the first head of a group, then the
@@ -190,7 +210,13 @@ class CollapsedQK(nn.Module):
         return torch.einsum("btd,hde->bthe", x, self.weight), context.unsqueeze(2)
 
     def init_parameters(self, sampler: ParamSampler) -> None:
-        _init_collapsed(self.weight, sampler, residual=False)
+        if sampler.scheme.modifier not in (None, "scaled_identity"):
+            raise InputError(
+                f"init '{sampler.scheme}' needs W_Q and W_K, which a collapsed circuit does not have: use a "
+                "base (gpt2, fan_in, modern) or scaled_identity",
+                code="init-needs-factorized",
+            )
+        _init_collapsed(self.weight, sampler, "qk")
 
 
 class FactorizedOV(nn.Module):
@@ -213,8 +239,8 @@ class FactorizedOV(nn.Module):
         return out
 
     def init_parameters(self, sampler: ParamSampler) -> None:
-        sampler.init_linear("v", self.v)
-        sampler.init_linear("o", self.o, residual=True)
+        sampler.init_linear("v", self.v, part="ov")
+        sampler.init_linear("o", self.o, part="out")
         if sampler.scheme.modifier == "mimetic":
             self._init_mimetic(sampler)
         elif sampler.scheme.modifier == "scaled_identity":
@@ -260,21 +286,22 @@ class CollapsedOV(nn.Module):
         return heads_out.sum(dim=2)
 
     def init_parameters(self, sampler: ParamSampler) -> None:
-        _init_collapsed(self.weight, sampler, residual=True)
+        scheme = sampler.scheme
+        if scheme.modifier == "mimetic" or "ov" in dict(scheme.parts):
+            raise InputError(
+                f"init '{scheme}' needs W_V and W_O, which a collapsed circuit does not have: use another "
+                "modifier than mimetic, and out= for W_OV",
+                code="init-needs-factorized",
+            )
+        _init_collapsed(self.weight, sampler, "out")
 
 
-def _init_collapsed(weight: nn.Parameter, sampler: ParamSampler, *, residual: bool) -> None:
+def _init_collapsed(weight: nn.Parameter, sampler: ParamSampler, part: Part) -> None:
     dim = weight.shape[-1]
     if sampler.scheme.modifier == "scaled_identity":
         copy_into(weight, sampler.uniform("weight", weight.shape, dim**-0.5))
-    elif sampler.scheme.modifier is None:
-        copy_into(weight, sampler.matrix("weight", weight.shape, dim, residual=residual))
     else:
-        raise InputError(
-            f"init '{sampler.scheme}' needs W_Q and W_K, which a collapsed circuit does not have: use gpt2, "
-            "fan_in or scaled_identity",
-            code="init-needs-factorized",
-        )
+        copy_into(weight, sampler.matrix("weight", weight.shape, dim, part=part))
 
 
 QKCircuit = FactorizedQK | CollapsedQK

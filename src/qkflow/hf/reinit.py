@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from qkflow.attention.init import InitScheme, ParamSampler, copy_into
+from qkflow.attention.init import InitScheme, ParamSampler, Part, copy_into
 from qkflow.attention.projections import FactorizedOV, FactorizedQK
 from qkflow.errors import InputError
 from qkflow.hf.attention_layers import (
@@ -54,7 +54,7 @@ def reinitialize(
         model = AutoModelForCausalLM.from_config(config)
         hf.reinitialize(model, "symmetric=1", seed=0)
 
-    init     `gpt2`, `fan_in`, `symmetric=c` (on `fan_in`; `gpt2+symmetric=c` on the other), `mimetic`
+    init     any init of `qkflow inits`: `gpt2`, `modern`, `symmetric=c`, `fan_in{out=zero}+tied_qk`, …
     seed     makes the init reproducible
     roles    roles of parameters with unknown names, e.g. {"*.sinks": "scoring"}, as in `hf.param_groups`
 
@@ -69,6 +69,7 @@ def reinitialize(
     attn_layers = find_attention_layers(model)
     check_no_cross_attention(model, "reinitialize a part of the model without it, e.g. model.get_encoder()")
     known = infer_parameter_roles(model, roles)
+    head_name = _output_matrix_name(model)
     # check all layers before changing any
     circuits = [(layer, *_value_and_output_projections(model, layer, known)) for layer in attn_layers]
     parameters = dict(model.named_parameters())
@@ -81,7 +82,8 @@ def reinitialize(
         if name.endswith("bias"):  # biases of experts are matrices
             parameter.zero_()
         elif known[name] in ("mlp", "embed", "head") and parameter.dim() > 1:
-            _reinit_matrix(model, name, parameter, ParamSampler(scheme, seed, n_layers, name))
+            part = _part(name, known[name], head_name)
+            _reinit_matrix(model, name, parameter, part, ParamSampler(scheme, seed, n_layers, name))
     for layer, v, o in circuits:
         if isinstance(layer.module, CoupledAttention):
             layer.module.release_prepared()
@@ -133,13 +135,28 @@ def _reinit_attention(attn_layer: AttentionLayer, v: nn.Module, o: nn.Module, sa
     copy_into(linear_weight(o), ov.o.weight.to(o.weight.device))  # type: ignore[arg-type]
 
 
-def _reinit_matrix(model: nn.Module, name: str, parameter: Tensor, sampler: ParamSampler) -> None:
+def _output_matrix_name(model: nn.Module) -> str | None:
+    """Return the name of the output matrix of a language model; a tied one has the embedding's name."""
+    get_output = getattr(model, "get_output_embeddings", lambda: None)
+    weight = getattr(get_output(), "weight", None)
+    return next((name for name, parameter in model.named_parameters() if parameter is weight), None)
+
+
+def _part(name: str, role: str, head_name: str | None) -> Part | None:
+    """Return what a mixed init calls this matrix; None for a classifier, a pooler and the like."""
+    if role == "mlp":
+        return "out" if RESIDUAL_PROJECTION_PATTERN.search(name) else "mlp"
+    if role == "embed":
+        return "embed"
+    return "head" if name == head_name else None
+
+
+def _reinit_matrix(
+    model: nn.Module, name: str, parameter: Tensor, part: Part | None, sampler: ParamSampler
+) -> None:
     owner = model.get_submodule(name.rpartition(".")[0])
-    residual = RESIDUAL_PROJECTION_PATTERN.search(name) is not None
-    fan_in = _fan_in(owner, parameter, residual)
-    copy_into(
-        parameter, sampler.matrix("weight", parameter.shape, fan_in, residual=residual).to(parameter.device)
-    )
+    fan_in = _fan_in(owner, parameter, part == "out")
+    copy_into(parameter, sampler.matrix("weight", parameter.shape, fan_in, part=part).to(parameter.device))
     if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
         parameter[owner.padding_idx] = 0
 

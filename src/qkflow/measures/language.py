@@ -65,12 +65,10 @@ def evaluate_loss(
 
     `loss_sum(inputs, targets)` replaces the summed loss of `model`, e.g. for a sharded model.
     """
-    from qkflow.models.loss import linear_cross_entropy
-
     device = next(model.parameters()).device
 
     def default_loss_sum(inputs: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(model(inputs), model.output_weight, targets, reduction="sum")
+        return model.loss(model(inputs), targets, reduction="sum")
 
     total = 0.0
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

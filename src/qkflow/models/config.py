@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from qkflow.attention.init import InitScheme
 from qkflow.config_io import dataclass_from_dict
 from qkflow.errors import InputError, unknown
 from qkflow.models.slow_path.config import SlowPathConfig
@@ -22,6 +23,7 @@ class AttentionConfig:
     circuit: str = "FAFO"  # factorized (F) or collapsed (C) QK and OV: FAFO, FACO, CAFO or CACO
     bias: bool = False  # biases in the projections
     qk_norm: bool = False  # RMSNorm of queries and keys per head
+    qk_norm_gain: float | Literal["learned"] = "learned"  # a number g: no norm weights, scores times g
     rope: bool | dict[str, Any] = True  # rotary positions, or their options (base, scaling, ...)
     window: int | None = None  # sliding window in tokens
     dropout: float = 0.0  # of the attention weights
@@ -40,6 +42,8 @@ class ModelConfig:
     feed_forward: FeedForwardKind = "swiglu"  # default: of the preset
     hidden_dim: int | None = None  # of the feed-forward; default 4·dim
     tie_embeddings: bool = True  # share the embedding with the output matrix
+    embedding_norm: bool = False  # RMSNorm right behind the embedding
+    logit_softcap: float | None = None  # cap the logits smoothly: cap·tanh(logits/cap)
     norm_eps: float = 1e-6  # of RMSNorm
     attention: AttentionConfig = field(default_factory=AttentionConfig)  # options of every layer's attention
     init: str = "gpt2"  # see qkflow inits
@@ -55,6 +59,12 @@ class ModelConfig:
                 raise InputError(f"model.{name} must be at least 1, not {value}", code="bad-model-size")
         if not 0 < self.norm_eps < float("inf"):
             raise InputError(f"model.norm_eps must be above zero, not {self.norm_eps}", code="bad-norm-eps")
+        if self.logit_softcap is not None and not 0 < self.logit_softcap < float("inf"):
+            raise InputError(
+                f"model.logit_softcap must be above zero, not {self.logit_softcap}: null for no cap",
+                code="bad-logit-softcap",
+            )
+        InitScheme.parse(self.init)  # raises for an unknown init
         if self.slow is not None:
             if not self.causal:
                 raise InputError(

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from qkflow.models.config import ModelConfig
 from qkflow.models.decoder import Decoder
-from qkflow.models.loss import CHUNK_SIZE, linear_cross_entropy
+from qkflow.models.loss import CHUNK_SIZE
 from qkflow.roles import parameter_roles
 
 
@@ -46,7 +46,7 @@ def flops_per_token(model: ModelConfig | Decoder, seq_len: int, *, training: boo
 
     def step() -> None:
         with nullcontext() if training else torch.no_grad():
-            loss = linear_cross_entropy(decoder(ids), decoder.output_weight, ids)
+            loss = decoder.loss(decoder(ids), ids)
             if training:
                 loss.backward()
 
@@ -164,7 +164,7 @@ def saved_activation_bytes(model: Decoder, batch_size: int, seq_len: int, precis
         torch.autograd.graph.saved_tensors_hooks(pack, unpack),
         torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
     ):
-        linear_cross_entropy(model(ids), model.output_weight, ids)
+        model.loss(model(ids), ids)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 

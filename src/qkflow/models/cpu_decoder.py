@@ -20,6 +20,7 @@ from qkflow.attention.masks import Mask
 from qkflow.attention.projections import FactorizedOV, FactorizedQK, can_fuse, has_no_hooks, is_plain_linear
 from qkflow.attention.rope import Rotation, apply_rope
 from qkflow.models.decoder import Block, Decoder, FeedForward
+from qkflow.models.loss import softcap_logits
 from qkflow.models.slow_path.cache import SlowPathCache
 
 
@@ -89,8 +90,11 @@ class CPUDecoder:
     def logits(self, token: int) -> Tensor:
         """Append `token` to the caches and return the logits (V,) of the next one."""
         x = self.model.embedding.weight[token]
+        if self.model.embedding_norm is not None:
+            x = self.model.embedding_norm(x)
         x = self.block_stack(x, self.caches, self._slow_path_injection(x))
-        return torch.mv(self.output_weight, x * self.model.norm.weight).mul_(_inverse_rms(x, self.eps))
+        logits = torch.mv(self.output_weight, x * self.model.norm.weight).mul_(_inverse_rms(x, self.eps))
+        return softcap_logits(logits, self.model.config.logit_softcap)
 
     def _slow_path_injection(self, x: Tensor) -> Callable[[Tensor, int], Tensor] | None:
         """Return the injection before each layer; the slow layers run when x completes a block."""

@@ -18,6 +18,7 @@ from qkflow.attention.projections import check_not_offloaded
 from qkflow.attention.rope import Rotation
 from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
+from qkflow.models.loss import Reduction, linear_cross_entropy, softcap_logits
 from qkflow.models.slow_path.cache import SlowPathCache
 from qkflow.models.slow_path.path import SlowPath
 
@@ -40,9 +41,9 @@ class FeedForward(nn.Module):
 
     def init_parameters(self, sampler: ParamSampler) -> None:
         if self.gate is not None:
-            sampler.init_linear("gate", self.gate)
-        sampler.init_linear("up", self.up)
-        sampler.init_linear("down", self.down, residual=True)
+            sampler.init_linear("gate", self.gate, part="mlp")
+        sampler.init_linear("up", self.up, part="mlp")
+        sampler.init_linear("down", self.down, part="out")
 
 
 class Block(nn.Module):
@@ -89,7 +90,12 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Pre-norm transformer from token ids (B, T) to hidden states (B, T, dim) or logits (B, T, V)."""
 
-    roles: ClassVar[dict[str, str]] = {"embedding": "embed", "norm": "norm", "head": "head"}
+    roles: ClassVar[dict[str, str]] = {
+        "embedding": "embed",
+        "embedding_norm": "norm",
+        "norm": "norm",
+        "head": "head",
+    }
 
     def __init__(
         self,
@@ -106,6 +112,9 @@ class Decoder(nn.Module):
         # nn.Embedding(...) would sample the weight, only for `initialize` to overwrite it
         embedding = torch.empty(config.vocab_size, config.dim, **factory_kwargs)
         self.embedding = nn.Embedding.from_pretrained(embedding, freeze=False)
+        self.embedding_norm = (
+            nn.RMSNorm(config.dim, eps=config.norm_eps, **factory_kwargs) if config.embedding_norm else None
+        )
         self.blocks = nn.ModuleList(
             Block(config, layer, **factory_kwargs) for layer in range(config.n_layers)
         )
@@ -150,7 +159,12 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         caches: list[KVCache | SlowPathCache] | None = None,
     ) -> Tensor:
-        """Return hidden states of token embeddings (B, T, dim), e.g. for attributions."""
+        """Return hidden states of token embeddings (B, T, dim), e.g. for attributions.
+
+        The embeddings are those of `self.embedding`; the embedding norm, if there is one, is applied here.
+        """
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         length = x.shape[1]
         past_length = caches[0].length if caches else 0
         first: Attention = self.blocks[0].attention  # type: ignore[assignment]
@@ -196,10 +210,15 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (…, V) of hidden states (…, dim)."""
         if self.head is not None:
-            out: Tensor = self.head(hidden)
-            return out
+            return softcap_logits(self.head(hidden), self.config.logit_softcap)
         check_not_offloaded(self.embedding.weight, hidden, "QKFlowForCausalLM")
-        return F.linear(hidden, self.embedding.weight)
+        return softcap_logits(F.linear(hidden, self.embedding.weight), self.config.logit_softcap)
+
+    def loss(self, hidden: Tensor, targets: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+        """Return the cross-entropy of hidden states (…, dim) against token ids (…), without all logits."""
+        return linear_cross_entropy(
+            hidden, self.output_weight, targets, reduction=reduction, softcap=self.config.logit_softcap
+        )
 
     def prepare_for_inference(self) -> Self:
         """Prepare every attention layer (see `Attention.prepare_for_inference`); undone by `.train()`."""
@@ -215,10 +234,12 @@ class Decoder(nn.Module):
     def init_parameters(self, sampler: ParamSampler) -> None:
         # with tied embeddings this is also the output matrix, whose fan-in is dim
         weight = self.embedding.weight
-        copy_into(weight, sampler.matrix("embedding.weight", weight.shape, self.config.dim))
+        copy_into(weight, sampler.matrix("embedding.weight", weight.shape, self.config.dim, part="embed"))
         if self.head is not None:
-            sampler.init_linear("head", self.head)
-        nn.init.ones_(self.norm.weight)
+            sampler.init_linear("head", self.head, part="head")
+        for norm in (self.embedding_norm, self.norm):
+            if norm is not None:
+                nn.init.ones_(norm.weight)
 
 
 def build_slow_path(config: ModelConfig, **factory_kwargs: Any) -> SlowPath | None:

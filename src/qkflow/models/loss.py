@@ -6,7 +6,8 @@ nothing of that size is saved for the backward pass or computed twice.
 
 With E = exp(logits − max), s = its row sums and y the targets, the loss of a token is log s + max − logit_y,
 and the gradient of its logits (E − s·onehot(y)) / s. The division by s is applied to the hidden states, which
-are narrower than the logits.
+are narrower than the logits. With a softcap, logits are c·tanh(z/c) of the products z, and the gradient is
+multiplied by the slope 1 − (logits/c)².
 
 `torch.nn.functional.linear_cross_entropy` (torch 2.13 and later) takes the same time and memory with the same
 chunk size; it can replace this module when 2.13 is the oldest supported version.
@@ -36,23 +37,25 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = CHUNK_SIZE,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the cross-entropy of the logits `hidden @ weight.T` against `targets`.
 
     hidden      (…, dim), weight (V, dim), targets (…) of token ids; `ignore_index` is ignored
     reduction   mean over the counted tokens, or their sum
     chunk_size  tokens whose logits exist at one time
+    softcap     c of the logits c·tanh(z/c); None: the logits are the products z
     """
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if is_autocast_enabled(hidden):
         hidden, weight = (x.to(torch.get_autocast_dtype(hidden.device.type)) for x in (hidden, weight))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _ChunkedLinearCrossEntropy.apply(
-            hidden, weight, targets, reduction, ignore_index, chunk_size
+            hidden, weight, targets, reduction, ignore_index, chunk_size, softcap
         )
         return loss
     return _chunked_loss_and_grads(
-        hidden, weight, targets, reduction, ignore_index, chunk_size, (False, False)
+        hidden, weight, targets, reduction, ignore_index, chunk_size, softcap, (False, False)
     )[0]
 
 
@@ -63,11 +66,17 @@ def linear_cross_entropy_reference(
     *,
     reduction: Reduction = "mean",
     ignore_index: int = IGNORE_INDEX,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the loss in the textbook form, with all logits at once."""
     logits = F.linear(hidden, weight).flatten(0, -2)
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    exact = softcap_logits(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
     return F.cross_entropy(exact, targets.reshape(-1), reduction=reduction, ignore_index=ignore_index)
+
+
+def softcap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap·tanh(logits/cap), or the logits without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -80,10 +89,11 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         reduction: Reduction,
         ignore_index: int,
         chunk_size: int,
+        softcap: float | None,
     ) -> Tensor:
         need = ctx.needs_input_grad[:2]
         loss, *gradients = _chunked_loss_and_grads(
-            hidden, weight, targets, reduction, ignore_index, chunk_size, need
+            hidden, weight, targets, reduction, ignore_index, chunk_size, softcap, need
         )
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = weight.dtype
@@ -96,7 +106,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * grad,
             None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -107,6 +117,7 @@ def _chunked_loss_and_grads(
     reduction: Reduction,
     ignore_index: int,
     chunk_size: int,
+    softcap: float | None,
     needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss and the gradients of hidden and weight where they are needed."""
@@ -124,6 +135,11 @@ def _chunked_loss_and_grads(
         rows = slice(start, start + chunk_size)
         h, target, share = hidden[rows], targets[rows], shares[rows]
         logits = torch.mm(h, weight.t(), out=buffer[: len(h)]).to(exact)
+        slope = None
+        if softcap is not None:
+            tanh = logits.div_(softcap).tanh_()
+            slope = 1 - tanh.square() if any(needs_grad) else None
+            logits = tanh.mul_(softcap)
         top = logits.amax(dim=1, keepdim=True)
         expected = logits.gather(1, target)
         e = logits.sub_(top).exp_()
@@ -132,7 +148,8 @@ def _chunked_loss_and_grads(
         total += torch.where(counted[rows], (norm.log() + top - expected) * share, 0).sum()
         if grad_hidden is None and grad_weight is None:
             continue
-        e = e.scatter_add_(1, target, -norm).to(hidden.dtype)
+        e = e.scatter_add_(1, target, -norm)
+        e = (e if slope is None else e.mul_(slope)).to(hidden.dtype)
         share = share / norm
         if grad_hidden is not None:
             torch.mm(e, weight, out=grad_hidden[rows]).mul_(share)

@@ -18,13 +18,13 @@ from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 from qkflow.training.config import Schedule
 
 MatchMode = Literal["tokens", "time", "flops"]
-PresetName = Literal["tiny", "small", "60m", "150m", "350m", "455m"]
+PresetName = Literal["tiny", "tiny-swiglu", "small", "60m", "150m", "350m", "350m-swiglu", "455m"]
 EngineName = Literal["local", "ray"]
 
 AUTO = "auto"
 MAX_SEEDS = 1000
 DEFAULT_TOKENS = 200_000
-DEFAULT_INITS = ("gpt2", "fan_in")
+DEFAULT_INITS = ("gpt2", "fan_in", "modern")
 _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
 _LISTS = ("variants", "baselines", "controls", "inits", "lr_factors")
 _CHOICES = {"match": get_args(MatchMode), "preset": get_args(PresetName), "schedule": get_args(Schedule)}
@@ -42,14 +42,14 @@ class ComparisonConfig:
                 reference, e.g. "standard{attention.qk_norm=false,true}".
     controls    variants that could explain a gain by something simpler; `none` for no controls.
     inits       initializations that every variant and baseline is trained from, unless it fixes one, e.g.
-                gpt2,fan_in,mimetic.
+                gpt2,fan_in,modern,mimetic.
     seeds       number of paired seeds that judge, at least 3 for a verdict; auto: seeds are added in rounds
                 until every verdict is decided or --max-seeds is reached.
     max_seeds   the most seeds of --seeds auto.
     screening_seeds  seeds that choose the init of every variant and baseline that has several; they do not
                 judge.
     margin      a variant within this percentage of the reference's perplexity is equivalent.
-    preset      model size: tiny, small, 60m, 150m, 350m or 455m.
+    preset      model size: tiny, tiny-swiglu, small, 60m, 150m, 350m, 350m-swiglu or 455m.
     tokens      training tokens per run, e.g. 200k or 1M.
     minutes     approximate duration of the whole comparison, instead of --tokens; costs are measured first.
     tokenizer   tokenizer: bytes, bpe:SIZE, a path or hf:NAME.

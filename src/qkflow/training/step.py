@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qkflow.errors import join_limited, unknown
 from qkflow.models import Decoder
-from qkflow.models.loss import Reduction, linear_cross_entropy
+from qkflow.models.loss import Reduction
 from qkflow.roles import freeze_roles
 from qkflow.training.config import TrainConfig
 from qkflow.training.distributed import DistContext
@@ -41,7 +41,7 @@ class Objective(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         hidden = self.decoder(inputs)
-        return linear_cross_entropy(hidden, self.decoder.output_weight, targets, reduction=reduction)
+        return self.decoder.loss(hidden, targets, reduction=reduction)
 
 
 class Stepper:

@@ -54,9 +54,10 @@ def scorings(*, json: bool = False, markdown: bool = False) -> None:
 
 
 def inits(*, json: bool = False, markdown: bool = False) -> None:
-    """List the parameter inits: bases, and modifiers of a base.
+    """List the parameter inits: bases, modifiers of a base, and parts that may differ from it.
 
-    Write BASE or BASE+MODIFIER, e.g. gpt2 or fan_in+symmetric=1.
+    Write BASE, BASE+MODIFIER or BASE{PART=VALUE,...}, e.g. gpt2, fan_in+symmetric=1, modern{qk=gpt2,out=0.5}.
+    The value of a part is a base, zero, or a number a, which means N(0, a²/fan-in).
 
     examples:
       qkflow inits
@@ -157,7 +158,7 @@ def config_rows(section: str | None = None) -> list[Row]:
         return rows
     preset = {"key": "model.preset", "type": " or ".join(PRESETS), "default": "tiny"}
     return [
-        preset | {"description": "named size: sets vocab_size, n_layers, dim, n_heads and feed_forward"},
+        preset | {"description": "named size: sets vocab_size, n_layers, dim, n_heads and the feed-forward"},
         *rows,
     ]
 

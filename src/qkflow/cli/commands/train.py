@@ -60,10 +60,11 @@ def train(
         data: corpus to train on: a built-in name, a path or hf:owner/name:config (default: speeches).
         tokenizer: bytes, bpe:SIZE, a path or hf:NAME (default: bpe:2048).
         seq_len: tokens per window (default: 128).
-        preset: size of the model: tiny, small, 60m, 150m, 350m, 455m (default: tiny).
+        preset: size of the model: tiny, small, 60m, 150m, 350m, 455m, tiny-swiglu, 350m-swiglu (default:
+            tiny).
         coupling: none, drift, euler, leapfrog:n=7, affine, ... (default: none).
         scoring: softmax, differential or differential_v2 (default: softmax).
-        init: init scheme of the weights: gpt2, fan_in, symmetric=1, mimetic (default: gpt2).
+        init: init scheme of the weights, see qkflow inits: gpt2, fan_in, modern, symmetric=1 (default: gpt2).
         tokens: training tokens, e.g. 200k or 5M (default: 1M).
         steps: optimizer steps, instead of tokens.
         minutes: training time without evaluation, instead of tokens.
