@@ -11,6 +11,7 @@ import numpy as np
 
 from qkflow.measures.language import perplexity
 from qkflow.studies import verdicts
+from qkflow.studies.finetune.analysis import summarize_tasks
 from qkflow.studies.plan import PlannedArm, StudyPlan
 from qkflow.studies.results import (
     ArmSummary,
@@ -165,6 +166,7 @@ def analyze(plan: StudyPlan, runs: Sequence[RunData]) -> StudySummary:
         runs=_count_runs(compared),
         learning_rates=_lr_searches(runs),
         environment=_merge_environments(compared),
+        finetune=summarize_tasks(config, runs, [first, *variants]),
     )
     return replace(summary, notes=tuple(_notes(summary)), headline=verdicts.headline(summary))
 

@@ -4,7 +4,8 @@ In order:
 1. measure the cost of a step of every model, if the budget is in minutes or matched by time or FLOPs;
 2. with `tune_lr`, search the learning rate of every variant and init on the same grid, on a separate seed;
 3. train every variant with every init and the same seeds;
-4. analyze: the reference is the standard model at its best init, and every variant is at its own best init.
+4. with `finetune`, fine-tune every trained model on every task;
+5. analyze: the reference is the standard model at its best init, and every variant is at its own best init.
 Everything is stored in the study's folder, and finished runs are never repeated.
 """
 
@@ -21,6 +22,10 @@ from qkflow.data import EvalWindows, TrainWindows, prepare
 from qkflow.errors import InputError
 from qkflow.studies.analysis import RunData, analyze, best_lr, load_runs
 from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
+from qkflow.studies.finetune.dataset import TaskExamples
+from qkflow.studies.finetune.study import WORKER_COMMAND as FINETUNE_WORKER
+from qkflow.studies.finetune.study import load_tasks
+from qkflow.studies.finetune.study import plan_runs as plan_finetune_runs
 from qkflow.studies.grid import (
     CALIBRATION_SEEDS,
     CALIBRATION_STEPS,
@@ -122,11 +127,15 @@ def compare(
     _check_compatible(config, study_dir)
     if engine == "local":
         resolve_device(config.device)
+    tasks = load_tasks(config)
     data_overrides = dict((prepare_data or prepare_corpus)(config))  # raises before anything is written
     started = ENGINES[engine](worker_command, threads, config.device)
     try:
         with study_dir.lock():
-            _StudyRunner(grid, study_dir, started, jobs, data_overrides).run()
+            runner = _StudyRunner(grid, study_dir, started, jobs, data_overrides)
+            runner.run()
+            if tasks:
+                runner.finetune(tasks, ENGINES[engine](FINETUNE_WORKER, threads, config.device))
     finally:
         started.close()
     return load_comparison(study_dir.path)
@@ -184,11 +193,22 @@ class _StudyRunner:
         runs = self._build_runs("compare", range(self.config.seeds), lr_by_cell=lr_by_cell)
         self._execute("comparing", runs)
 
+    def finetune(self, tasks: Sequence[TaskExamples], engine: Engine) -> None:
+        """Fine-tune the models of the finished compared runs; `engine` starts the workers."""
+        compared = [run for run in self.runs if run.phase == "compare"]
+        runs = plan_finetune_runs(self.config, tasks, compared, self.study_dir)
+        try:
+            self._execute("fine-tuning", runs, engine)
+        finally:
+            engine.close()
+
     def _build_runs(self, phase: str, seeds: Sequence[int], **options: Any) -> list[RunSpec]:
         budgets = {"tokens_by_model": self.token_budgets, **options}
         return self.grid.build_runs(phase, seeds, data_overrides=self.data_overrides, **budgets)
 
-    def _execute(self, title: str, runs: list[RunSpec]) -> list[RunTracker]:
+    def _execute(
+        self, title: str, runs: list[RunSpec], engine: Engine | None = None
+    ) -> list[RunTracker]:
         self.runs += runs
         plan = StudyPlan(
             config=self.config,
@@ -199,7 +219,7 @@ class _StudyRunner:
             runs=tuple(run.plan() for run in self.runs),
         )
         plan.save(self.study_dir)
-        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs)
+        return execute_runs(title, runs, self.study_dir, engine or self.engine, self.jobs)
 
     def _tune_lr(self) -> dict[str, float]:
         """Return the best learning rate of every cell."""

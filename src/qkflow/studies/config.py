@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from qkflow.config_io import dataclass_from_dict, parse_count
 from qkflow.errors import InputError, unknown
+from qkflow.studies.finetune.config import check_options as check_finetune_options
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 from qkflow.training.config import Schedule
 
@@ -21,7 +22,7 @@ EngineName = Literal["local", "ray"]
 
 DEFAULT_TOKENS = 200_000
 _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
-_LISTS = ("variants", "controls", "inits", "lr_factors")
+_LISTS = ("variants", "controls", "inits", "lr_factors", "finetune")
 _CHOICES = {"match": get_args(MatchMode), "preset": get_args(PresetName), "schedule": get_args(Schedule)}
 
 
@@ -51,6 +52,12 @@ class ComparisonConfig:
     verdict     with verdicts (default), or the numbers alone, which allows fewer than 3 seeds.
     confidence  level of intervals and verdicts.
     device      device: auto, cpu, cuda or mps.
+    finetune    tasks to fine-tune every trained model on, e.g. glue:SST-2,CoLA,MRPC,RTE; the time is
+                not part of --minutes.
+    finetune_data  folder with the original files of the tasks, or the hub: hf or hf:NAME.
+    finetune_epochs  epochs of fine-tuning.
+    finetune_lr  learning rate of fine-tuning.
+    finetune_examples  limit of training examples per task (default: all).
     """
 
     data: str = "speeches"
@@ -72,6 +79,11 @@ class ComparisonConfig:
     verdict: bool = True
     confidence: float = 0.95
     device: str = "auto"
+    finetune: tuple[str, ...] = ()
+    finetune_data: str = "hf"
+    finetune_epochs: int = 3
+    finetune_lr: float = 5e-4
+    finetune_examples: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
@@ -130,6 +142,7 @@ class ComparisonConfig:
             raise InputError("--variants is empty: use e.g. standard,euler", code="no-variants")
         if not self.inits:
             raise InputError("--inits is empty: use e.g. gpt2,fan_in", code="no-inits")
+        check_finetune_options(self)
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():

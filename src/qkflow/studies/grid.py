@@ -54,7 +54,7 @@ class Cell:
 class RunSpec:
     """One training run: its cell and seed, and the config that its worker reads."""
 
-    phase: str  # calibrate | tune | compare
+    phase: str  # calibrate | tune | compare | finetune
     cell: str
     seed: int
     lr: float

@@ -12,6 +12,8 @@ from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
 
 Role = Literal["reference", "variant", "control"]
 T = TypeVar("T")
+# Options of `ComparisonConfig` that a study.yaml of an earlier version does not have.
+_ADDED_LATER = {name for name in ComparisonConfig.__dataclass_fields__ if name.startswith("finetune")}
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class PlannedRun:
     """One training run. Its config is in its own folder."""
 
     id: str
-    phase: str  # calibrate | tune | compare
-    cell: str
+    phase: str  # calibrate | tune | compare | finetune
+    cell: str  # of a fine-tuning run: CELL/TASK
     seed: int
     lr: float
     tokens: int
@@ -94,8 +96,9 @@ def _read_arm(values: Any) -> PlannedArm:
 
 
 def _read(cls: type[T], values: Any, key_path: str) -> T:
-    """Build a dataclass from YAML values; every field must be present."""
-    missing = sorted({field.name for field in fields(cls)} - check_mapping(values, key_path).keys())  # type: ignore[arg-type]
+    """Build a dataclass from YAML values; every field must be present, unless it was added later."""
+    required = {field.name for field in fields(cls)} - _ADDED_LATER  # type: ignore[arg-type]
+    missing = sorted(required - check_mapping(values, key_path).keys())
     if missing:
         raise InputError(f"'{key_path}' has no key '{missing[0]}'", code="missing-key")
     return dataclass_from_dict(cls, values, key_path)

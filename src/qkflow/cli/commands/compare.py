@@ -23,13 +23,15 @@ def compare(settings: dict[str, Any], out: Path | None = None, json: bool = Fals
     Every variant is trained with every init and the same seeds. The verdict is on the paired difference of
     final validation losses, each side at its best init, with an interval. Without --tokens and --minutes, a
     run trains on 200k tokens. The same command resumes an interrupted comparison; seeds, variants and inits
-    may be added later.
+    may be added later. With --finetune, every trained model is then fine-tuned on the tasks, and the
+    differences of their scores get verdicts too; it may be added to a finished comparison.
 
     examples:
       qkflow compare
       qkflow compare --data my.txt --variants standard,euler,leapfrog:n=7 --seeds 5 --tokens 1M --out study
       qkflow compare --data speeches --minutes 10 --tune-lr
       qkflow compare --variants affine+differential,euler@fan_in --controls none --match time
+      qkflow compare --finetune glue:SST-2,CoLA,MRPC,RTE --finetune-data glue
 
     Args:
         out: folder of the study (default: runs/DATA-PRESET-BUDGET).
@@ -50,15 +52,17 @@ def print_interrupted() -> int:
 
 def print_comparison(comparison: Comparison, json: bool) -> int:
     """Print a comparison; return exit code 1 if a run has not finished."""
+    from qkflow.report.finetune import terminal_tables
     from qkflow.report.tables import terminal_table
 
     summary = comparison.summary
     if json:
         console.emit_json({**summary.to_dict(), "folder": str(comparison.folder)})
     else:
-        console.out.print(terminal_table(summary))
+        console.out.print(terminal_table(summary), *terminal_tables(summary.finetune))
         console.out.print()
-        print_findings(summary.headline, comparison.verdicts.values(), summary.notes, comparison.folder)
+        sentences = [*comparison.verdicts.values(), *(task.sentence for task in summary.finetune)]
+        print_findings(summary.headline, sentences, summary.notes, comparison.folder)
     return 0 if comparison.is_complete else 1
 
 
