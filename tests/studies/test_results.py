@@ -73,7 +73,7 @@ def test_summary_json_keys() -> None:
     values = SUMMARY.to_dict()
     assert set(values) == {
         "config", "command", "reference", "variants", "runs", "learning_rates", "environment", "commit",
-        "notes", "headline",
+        "notes", "headline", "finetune",
     }  # fmt: skip
     arm = values["variants"][0]
     assert set(arm) == {

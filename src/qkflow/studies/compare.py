@@ -206,9 +206,7 @@ class _StudyRunner:
         budgets = {"tokens_by_model": self.token_budgets, **options}
         return self.grid.build_runs(phase, seeds, data_overrides=self.data_overrides, **budgets)
 
-    def _execute(
-        self, title: str, runs: list[RunSpec], engine: Engine | None = None
-    ) -> list[RunTracker]:
+    def _execute(self, title: str, runs: list[RunSpec], engine: Engine | None = None) -> list[RunTracker]:
         self.runs += runs
         plan = StudyPlan(
             config=self.config,

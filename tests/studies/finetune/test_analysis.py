@@ -46,9 +46,7 @@ def test_higher_scores_help() -> None:
 def test_p_values_are_corrected_within_the_task() -> None:
     scores = {"standard": BASE, "a": shifted(0.01, 0.02, 0.03), "b": shifted(0.02, 0.02, 0.03)}
     _, a, b = judge_task(scores, 0.95)
-    p_values = [
-        paired_difference(list(scores[name].values()), list(BASE.values())).p for name in ("a", "b")
-    ]
+    p_values = [paired_difference(list(scores[name].values()), list(BASE.values())).p for name in ("a", "b")]
     assert a.difference is not None
     assert b.difference is not None
     assert [a.difference.p_holm, b.difference.p_holm] == pytest.approx(holm_correction(p_values))

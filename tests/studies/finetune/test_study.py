@@ -5,15 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
 
 from input_errors import raises_code
 from qkflow.cli.main import dispatch, main
+from qkflow.models.presets import PRESETS, Preset
 from qkflow.report import write_outputs
 from qkflow.studies import Comparison, StudySummary, compare, load_comparison
 from qkflow.studies.finetune import worker as finetune_worker
@@ -21,13 +22,13 @@ from qkflow.studies.runner import engines
 from qkflow.training import worker as training_worker
 from qkflow.training.run_dir import read_result
 
-FINETUNE = {"finetune": "glue:sst-2", "finetune_epochs": 8, "finetune_lr": 3e-3}
+FINETUNE = {"finetune": "glue:sst-2", "finetune_epochs": 8, "finetune_lr": 1e-2}
 
 
 class InProcessEngine:
     """Runs each worker in this process: starting Python takes longer than the training."""
 
-    started: list[str] = []
+    started: ClassVar[list[str]] = []
 
     def __init__(self, command: Sequence[str] | None = None, threads: int = 1, device: str = "auto") -> None:
         self.is_finetuning = bool(command) and "qkflow.studies.finetune.worker" in (command or ())
@@ -52,12 +53,13 @@ class InProcessEngine:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of runs that are started."""
     monkeypatch.setitem(engines.ENGINES, "local", InProcessEngine)
+    monkeypatch.setitem(PRESETS, "tiny", Preset(1, 32, 2, "gelu", 257, "smaller than tiny"))
     monkeypatch.setattr("qkflow.studies.runner.execution.POLL_INTERVAL", 0.0)
     InProcessEngine.started.clear()
-    yield InProcessEngine.started
+    return InProcessEngine.started
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +83,17 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def comparison(settings: dict[str, Any], glue_folder: Path, in_process: list[str]) -> Comparison:
     """The comparison with all fine-tuning runs finished; trained once, then resumed."""
-    return compare(**settings, **FINETUNE, finetune_data=str(glue_folder))
+    result = compare(**settings, **FINETUNE, finetune_data=str(glue_folder))
+    in_process.clear()
+    return result
 
 
 def test_finetune_is_added_to_a_finished_comparison(
     settings: dict[str, Any], glue_folder: Path, in_process: list[str]
 ) -> None:
     assert compare(**settings).summary.finetune == ()
+    for finetuned in (Path(settings["out"]) / "runs").glob("*SST-2*"):  # of an earlier test
+        shutil.rmtree(finetuned)
     study_file = Path(settings["out"]) / "study.yaml"
     study = yaml.safe_load(study_file.read_text())
     # a study of an earlier version
@@ -102,8 +108,15 @@ def test_finetune_is_added_to_a_finished_comparison(
     ]
 
 
-def test_finetuned_models_learn_the_task(comparison: Comparison, in_process: list[str]) -> None:
-    assert in_process == []  # finished runs are not repeated
+def test_finished_runs_are_not_repeated(
+    comparison: Comparison, settings: dict[str, Any], glue_folder: Path, in_process: list[str]
+) -> None:
+    again = compare(**settings, **FINETUNE, finetune_data=str(glue_folder))
+    assert in_process == []
+    assert again.summary == comparison.summary
+
+
+def test_finetuned_models_learn_the_task(comparison: Comparison) -> None:
     assert comparison.is_complete
     (task,) = comparison.summary.finetune
     assert task.majority == 50
@@ -159,6 +172,16 @@ def test_run_that_diverges_fails(
     assert "not finite" in failed[0].error
     assert not diverged.is_complete
     assert "6 of 6 fine-tuning runs failed" in diverged.summary.finetune[0].sentence
+
+
+def test_missing_model_is_rejected(
+    comparison: Comparison, settings: dict[str, Any], glue_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(comparison.folder, out)
+    shutil.rmtree(next((out / "runs").glob("euler-gpt2.s1.*")) / "model")
+    with raises_code("model-not-found"):
+        compare(**{**settings, "out": out}, **FINETUNE, finetune_data=str(glue_folder))
 
 
 def test_bad_data_is_rejected_before_training(

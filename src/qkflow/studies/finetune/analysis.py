@@ -1,9 +1,9 @@
-"""From fine-tuning runs to verdicts: each variant against the reference, at the cells of language modeling."""
+"""From fine-tuning runs to verdicts: every variant against the reference, at the cells chosen by loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,14 @@ def judge_task(scores_by_arm: Mapping[str, Mapping[int, float]], confidence: flo
     family = correct_family(differences)
     judged = [replace(_task_arm(reference, base), role="reference", verdict=Verdict.REFERENCE)]
     for name, scores in others:
-        verdict = decide_verdict(family.get(name), confidence)
-        difference = _in_points(family[name]) if name in family else None
-        judged.append(replace(_task_arm(name, scores), difference=difference, verdict=verdict))
+        tested = family.get(name)
+        judged.append(
+            replace(
+                _task_arm(name, scores),
+                difference=None if tested is None else _in_points(tested),
+                verdict=decide_verdict(tested, confidence),
+            )
+        )
     return judged
 
 
@@ -71,48 +76,51 @@ def _in_points(loss: CorrectedDifference) -> ScoreDifference:
 def _summarize_task(
     config: ComparisonConfig, task: FinetuneTask, runs: Sequence[RunData], arms: Sequence[ArmSummary]
 ) -> TaskSummary:
-    by_cell: dict[str, dict[int, dict[str, Any]]] = {}
-    results, failed, planned = [], [], 0
-    for run in runs:
-        if run.cell.rpartition("/")[2] != task.name:
-            continue
-        planned += 1
-        result = run.result or {}
-        if result.get("status") == "finished":
-            by_cell.setdefault(run.cell, {})[run.seed] = result
-            results.append(result)
-        elif run.result is not None:
-            failed.append(FailedRun(run.id, run.cell, run.seed, run.error))
-    reference = arms[0]
-    scored = {arm.variant: by_cell.get(finetune_cell(arm.cell, task), {}) for arm in arms}
-    tested = [arm for arm in arms if arm is reference or arm.cell != reference.cell]
-    scores = {arm.variant: {s: r["score"] for s, r in scored[arm.variant].items()} for arm in tested}
-    judged = {arm.variant: arm for arm in judge_task(scores, config.confidence)}
+    planned = [run for run in runs if run.cell.rpartition("/")[2] == task.name]
+    finished = [run for run in planned if (run.result or {}).get("status") == "finished"]
+    failed = [run for run in planned if run.result is not None and run not in finished]
+    results_by_cell: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in finished:
+        results_by_cell.setdefault(run.cell, {})[run.seed] = run.result or {}
+    facts = (finished[0].result or {}) if finished else {}
     summary = TaskSummary(
         task=str(task),
         metric=task.metrics[0],
-        majority=100 * results[0]["majority"][task.metrics[0]] if results else None,
-        train_examples=results[0]["train_examples"] if results else None,
-        validation_examples=results[0]["validation_examples"] if results else None,
-        arms=tuple(
-            replace(
-                # an arm whose best cell is the reference's own is the reference
-                judged.get(arm.variant) or replace(judged[reference.variant], variant=arm.variant),
-                role=arm.role,
-                cell=arm.cell,
-                metrics=_mean_metrics(task, list(scored[arm.variant].values())),
-            )
-            for arm in arms
+        majority=100 * facts["majority"][task.metrics[0]] if facts else None,
+        train_examples=facts.get("train_examples"),
+        validation_examples=facts.get("validation_examples"),
+        arms=tuple(_judge_arms(config, task, results_by_cell, arms)),
+        runs=RunCounts(
+            len(planned),
+            len(finished),
+            tuple(FailedRun(run.id, run.cell, run.seed, run.error) for run in failed),
         ),
-        runs=RunCounts(planned, len(results), tuple(failed)),
     )
-    if not config.verdict:
-        unjudged = (
-            arm if arm.verdict == Verdict.REFERENCE else replace(arm, verdict=Verdict.NO_VERDICT)
-            for arm in summary.arms
-        )
-        summary = replace(summary, arms=tuple(unjudged))
     return replace(summary, sentence=task_sentence(summary, config.confidence))
+
+
+def _judge_arms(
+    config: ComparisonConfig,
+    task: FinetuneTask,
+    results_by_cell: Mapping[str, Mapping[int, Mapping[str, Any]]],
+    arms: Sequence[ArmSummary],
+) -> Iterator[TaskArm]:
+    """Yield every arm. One whose best cell is the reference's own is the reference, and is not tested."""
+    reference = arms[0]
+    results = {arm.variant: results_by_cell.get(finetune_cell(arm.cell, task), {}) for arm in arms}
+    tested = [arm.variant for arm in arms if arm is reference or arm.cell != reference.cell]
+    scores = {name: {seed: r["score"] for seed, r in results[name].items()} for name in tested}
+    judged = {arm.variant: arm for arm in judge_task(scores, config.confidence)}
+    for arm in arms:
+        result = replace(
+            judged.get(arm.variant, judged[reference.variant]),
+            variant=arm.variant,
+            role=arm.role,
+            cell=arm.cell,
+            metrics=_mean_metrics(task, list(results[arm.variant].values())),
+        )
+        is_judged = config.verdict or result.verdict == Verdict.REFERENCE
+        yield result if is_judged else replace(result, verdict=Verdict.NO_VERDICT)
 
 
 def _mean_metrics(task: FinetuneTask, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:

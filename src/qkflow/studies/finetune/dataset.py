@@ -1,4 +1,4 @@
-"""The examples of a task: loaded and checked before anything is trained, encoded with the models' tokenizer."""
+"""The examples of a task: loaded and checked first, and encoded with the tokenizer of the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fine-tuning run: a trained model with a linear head, trained on a task and scored on its validation split."""
+"""One fine-tuning run: a trained model with a linear head is trained on a task and scored."""
 
 from __future__ import annotations
 

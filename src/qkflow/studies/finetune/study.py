@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from qkflow.data.tokenizer import load_tokenizer
+from qkflow.errors import InputError
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.finetune.config import (
     BATCH_SIZE,
@@ -20,6 +22,7 @@ from qkflow.studies.grid import RunSpec
 from qkflow.studies.pace.dataset import TaskData, save_task_data
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.training.pretrained import tokenizer_spec
+from qkflow.training.run_dir import MODEL_DIR
 
 WORKER_COMMAND = (sys.executable, "-m", "qkflow.studies.finetune.worker")
 PHASE = "finetune"
@@ -42,6 +45,8 @@ def plan_runs(
     finished = [run for run in compared if study_dir.run_dir(run.id).is_finished]
     if not finished:
         return []
+    for run in finished:
+        _check_model(study_dir.run_dir(run.id).path)
     tokenizer = load_tokenizer(tokenizer_spec(study_dir.run_dir(finished[0].id).path))
     encoded = [(each.task, encode_task(each, tokenizer, config.seq_len)) for each in tasks]
     data_files = [save_task_data(data, study_dir.path) for _, data in encoded]
@@ -52,6 +57,15 @@ def plan_runs(
         for run in finished
         if run.seed == seed
     ]
+
+
+def _check_model(folder: Path) -> None:
+    if not (folder / MODEL_DIR).is_dir():
+        raise InputError(
+            f"{folder} has no trained model: restore its folder '{MODEL_DIR}', or delete the run to train it "
+            "again",
+            code="model-not-found",
+        )
 
 
 def _run_spec(
