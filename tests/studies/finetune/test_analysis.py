@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from qkflow.studies.analysis import RunData
 from qkflow.studies.config import ComparisonConfig
-from qkflow.studies.finetune.analysis import judge_task, summarize_tasks
+from qkflow.studies.finetune.analysis import chance_margin, format_points, judge_task, summarize_tasks
+from qkflow.studies.finetune.metrics import METRICS
 from qkflow.studies.finetune.results import TaskSummary
 from qkflow.studies.results import ArmSummary, Verdict, _to_plain
 from qkflow.studies.stats import holm_correction, paired_difference
@@ -100,9 +102,21 @@ def test_summary_of_a_task() -> None:
     assert (symmetric.verdict, symmetric.score) == (Verdict.REFERENCE, standard.score)
     assert summary.is_complete
     assert "euler helps, +10.0 points" in summary.sentence
-    assert "does not beat the majority class" in summary.sentence
+    assert "does not clearly beat the majority class (two standard errors are 5.0 points)" in summary.sentence
     assert TaskSummary.from_dict(_to_plain(summary)) == summary
     assert [row["variant"] for row in summary.to_rows()] == ["standard", "euler", "symmetric"]
+
+
+@pytest.mark.parametrize(("metric", "rng"), [("accuracy", 0), ("mcc", 1)])
+def test_chance_margin_is_two_standard_errors_of_guesses(metric: str, rng: int) -> None:
+    guesses = np.random.default_rng(rng).integers(0, 2, (500, 2, 300)).tolist()
+    scores = [100 * METRICS[metric](labels, predictions) for labels, predictions in guesses]
+    assert 2 * np.std(scores) == pytest.approx(chance_margin(metric, 300), rel=0.1)
+
+
+@pytest.mark.parametrize(("value", "text"), [(-0.04, "+0.0"), (-1.26, "−1.3"), (0.5, "+0.5")])
+def test_format_points(value: float, text: str) -> None:
+    assert format_points(value) == text
 
 
 def test_failed_runs_are_counted() -> None:

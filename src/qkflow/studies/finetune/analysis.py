@@ -130,7 +130,13 @@ def _mean_metrics(task: FinetuneTask, results: Sequence[Mapping[str, Any]]) -> d
 
 
 def format_points(value: float) -> str:
-    return f"{value:+.1f}".replace("-", "−")
+    """Format a difference of scores with its sign (a true minus)."""
+    return f"{round(value, 1) + 0.0:+.1f}".replace("-", "−")
+
+
+def chance_margin(metric: str, n_examples: int) -> float:
+    """Return two standard errors, in points, of guesses of two equally frequent classes."""
+    return (200 if metric == "mcc" else 100) / math.sqrt(n_examples)
 
 
 def task_sentence(summary: TaskSummary, confidence: float) -> str:
@@ -145,9 +151,11 @@ def task_sentence(summary: TaskSummary, confidence: float) -> str:
             f"({METRIC_NAMES[summary.metric]}; majority class {summary.majority:.1f})"
         )
         sentences = ["; ".join([first, *parts]) + "."]
-        if reference.score <= summary.majority:
+        margin = chance_margin(summary.metric, summary.validation_examples or 1)
+        if reference.score <= summary.majority + margin:
             sentences.append(
-                "The reference does not beat the majority class, so this task tells little at this size."
+                "The reference does not clearly beat the majority class (two standard errors are "
+                f"{margin:.1f} points), so this task tells little at this size."
             )
     if failed := len(summary.runs.failed):
         sentences.append(f"{failed} of {summary.runs.planned} fine-tuning runs failed.")
