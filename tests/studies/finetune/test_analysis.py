@@ -128,6 +128,13 @@ def test_failed_runs_are_counted() -> None:
     assert "1 of 7 fine-tuning runs failed" in summary.sentence
 
 
+def test_unfinished_runs_are_counted() -> None:
+    runs = [run("standard@gpt2", 0, 0.7), replace(run("euler@fan_in", 0, None), result=None)]
+    (summary,) = summarize_tasks(CONFIG, runs, ARMS)
+    assert (summary.runs.planned, summary.runs.finished, summary.runs.failed) == (2, 1, ())
+    assert "1 of 2 fine-tuning runs have not finished" in summary.sentence
+
+
 def test_no_verdict_is_the_numbers_alone() -> None:
     euler = summarize(replace(CONFIG, verdict=False)).arms[1]
     assert euler.verdict == Verdict.NO_VERDICT

@@ -157,8 +157,11 @@ def task_sentence(summary: TaskSummary, confidence: float) -> str:
                 "The reference does not clearly beat the majority class (two standard errors are "
                 f"{margin:.1f} points), so this task tells little at this size."
             )
-    if failed := len(summary.runs.failed):
-        sentences.append(f"{failed} of {summary.runs.planned} fine-tuning runs failed.")
+    planned, failed = summary.runs.planned, len(summary.runs.failed)
+    if failed:
+        sentences.append(f"{failed} of {planned} fine-tuning runs failed.")
+    if left := planned - summary.runs.finished - failed:
+        sentences.append(f"{left} of {planned} fine-tuning runs have not finished.")
     return " ".join(sentences)
 
 
