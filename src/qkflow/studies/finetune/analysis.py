@@ -20,7 +20,7 @@ from qkflow.studies.verdicts import correct_family, decide_verdict, format_p_val
 if TYPE_CHECKING:
     from qkflow.studies.analysis import RunData
 
-METRIC_NAMES = {"accuracy": "accuracy", "mcc": "Matthews correlation", "f1": "F1"}
+METRIC_NAMES = {"accuracy": "accuracy", "mcc": "MCC", "f1": "F1"}
 
 
 def summarize_tasks(
