@@ -20,7 +20,8 @@ from qkflow.cli.options import options_from
 COMPARE_FLAGS = {
     "data", "variants", "controls", "inits", "seeds", "preset", "tokens", "minutes", "out", "tokenizer",
     "seq_len", "batch_size", "lr", "schedule", "tune_lr", "lr_factors", "match", "verdict", "confidence",
-    "device", "engine", "jobs", "threads", "json", "baselines", "dry_run",
+    "device", "engine", "jobs", "threads", "json", "baselines", "dry_run", "max_seeds", "screening_seeds",
+    "margin", "pilot", "finetune", "finetune_data", "finetune_epochs", "finetune_lr", "finetune_examples",
 }  # fmt: skip
 REPRODUCE_FLAGS = {
     "study", "data", "tokens", "seeds", "stages", "preset", "out", "tokenizer", "seq_len", "batch_size", "lr",

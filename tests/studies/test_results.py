@@ -90,7 +90,7 @@ def test_summary_json_keys() -> None:
     assert set(values) == {
         "config", "command", "reference", "variants", "runs", "learning_rates", "environment", "commit",
         "notes", "headline", "metric", "noise_floor", "power", "detectable_percent", "planned_at",
-        "added_arms",
+        "added_arms", "finetune",
     }  # fmt: skip
     arm = values["variants"][0]
     assert set(arm) == {

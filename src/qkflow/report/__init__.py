@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 
 def write_outputs(comparison: Comparison) -> None:
-    """Write summary.json, summary.csv, curves.csv and report.html into the study's folder."""
+    """Write summary.json, summary.csv, curves.csv and report.html into the study's folder.
+
+    With fine-tuned models, also finetune.csv.
+    """
     from qkflow.files import write_atomic, write_json
+    from qkflow.report.finetune import finetune_csv
     from qkflow.report.page import render_report
     from qkflow.report.tables import curves_csv, summary_csv
 
@@ -23,4 +27,6 @@ def write_outputs(comparison: Comparison) -> None:
     write_json(folder / "summary.json", summary.to_dict())
     write_atomic(folder / "summary.csv", summary_csv(summary))
     write_atomic(folder / "curves.csv", curves_csv(runs))
+    if summary.finetune:
+        write_atomic(folder / "finetune.csv", finetune_csv(summary.finetune))
     write_atomic(folder / "report.html", render_report(summary, runs))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkflow.html import json_for_script
 from qkflow.report import figures
+from qkflow.report.finetune import task_tables
 from qkflow.report.tables import format_difference, format_number, format_percent
 from qkflow.studies.design import Verdict
 from qkflow.studies.results import StudySummary
@@ -42,6 +43,7 @@ def render_report(summary: StudySummary, runs: Sequence[RunData]) -> str:
         figures=figures_by_name,
         probes={name: figures.probe_title(name.removeprefix("probe-")) for name in probes},
         layers=_probe_layers([figures_by_name[name] for name in probes]),
+        task_tables=task_tables(summary.finetune),
         figures_json=json_for_script(figures_by_name),
         plotly_js=get_plotlyjs(),
     )

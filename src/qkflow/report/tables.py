@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SCIENTIFIC_FROM = 1e9  # larger numbers are shown in scientific notation
 _CURVE_COLUMNS = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "bits_per_byte")
-_VERDICT_STYLES = {
+VERDICT_STYLES = {
     Verdict.HELPS: "bold green",
     Verdict.HURTS: "bold red",
     Verdict.EQUIVALENT: "bold cyan",
@@ -112,7 +112,7 @@ def terminal_table(summary: StudySummary) -> Table:
                 format_number(ratio, ".2f×")
                 for ratio in (cost.tokens_to_target, cost.seconds_to_target, cost.step_time_ratio)
             ),
-            Text(arm.verdict, _VERDICT_STYLES.get(arm.verdict, "")),
+            Text(arm.verdict, VERDICT_STYLES.get(arm.verdict, "")),
         )
     if summary.noise_floor:
         floor = format_difference(summary.noise_floor.difference)

@@ -11,6 +11,7 @@ from qkflow.studies import sentences, verdicts
 from qkflow.studies.blocked import blocked_differences
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.design import SeedDesign, Verdict
+from qkflow.studies.finetune.analysis import summarize_tasks
 from qkflow.studies.grid import NOISE_FLOOR_SEED
 from qkflow.studies.plan import Metric, PlannedArm, StudyPlan
 from qkflow.studies.power import detectable_effect, pooled_sd
@@ -76,6 +77,7 @@ def analyze(plan: StudyPlan, runs: Sequence[RunData], pilot_sd: float | None = N
         ),
         learning_rates=_lr_searches(runs),
         environment=_merge_environments(judged),
+        finetune=summarize_tasks(config, runs, [first, *variants]),
     )
     return replace(summary, notes=tuple(_notes(summary)), headline=sentences.headline(summary))
 

@@ -7,6 +7,7 @@ In order:
    retire those that are clearly worse;
 4. judge: train what is left on fresh seeds, the same for all, in rounds if `seeds` is auto, beside the A/A
    arm: the reference with other inits and batch orders.
+5. with `finetune`, fine-tune every trained model on every task.
 Everything is stored in the study's folder, and finished runs are never repeated.
 """
 
@@ -26,6 +27,10 @@ from qkflow.studies.analysis import analyze, screen_arms
 from qkflow.studies.budgets import TrainingCost, affordable_steps
 from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
 from qkflow.studies.design import DECIDED, Verdict
+from qkflow.studies.finetune.dataset import TaskExamples
+from qkflow.studies.finetune.study import WORKER_COMMAND as FINETUNE_WORKER
+from qkflow.studies.finetune.study import load_tasks
+from qkflow.studies.finetune.study import plan_runs as plan_finetune_runs
 from qkflow.studies.grid import (
     CALIBRATION_SEEDS,
     CALIBRATION_STEPS,
@@ -133,6 +138,7 @@ def compare(
     ExecutionConfig(engine, jobs, threads).check()
     grid, study_dir = plan_study(config, out, components)
     pilot_sd = read_pilot_sd(config.pilot)
+    tasks = load_tasks(config)
     if engine == "local":
         resolve_device(config.device)
     prepare = prepare_data or prepare_corpus
@@ -144,6 +150,8 @@ def compare(
         with study_dir.lock():
             runner = _StudyRunner(grid, study_dir, started, jobs, data_overrides, pilot_sd)
             runner.run()
+            if tasks:
+                runner.finetune(tasks, ENGINES[engine](FINETUNE_WORKER, threads, config.device))
     finally:
         started.close()
     return replace(load_comparison(study_dir.path), execution_time=runner.execution_time)
@@ -309,14 +317,25 @@ class _StudyRunner:
         if power is not None:
             console.err.print(power_sentence(power), markup=False, highlight=False)
 
+    def finetune(self, tasks: Sequence[TaskExamples], engine: Engine) -> None:
+        """Fine-tune the models of the finished compared runs; `engine` starts the workers."""
+        compared = [run for run in self.runs if run.phase == "compare"]
+        runs = plan_finetune_runs(self.config, tasks, compared, self.study_dir)
+        try:
+            self._execute("fine-tuning", runs, engine)
+        finally:
+            engine.close()
+
     def _build_runs(self, phase: str, seeds: Sequence[int], **options: Any) -> list[RunSpec]:
         budgets = {"tokens_by_model": self.token_budgets, **options}
         return self.grid.build_runs(phase, seeds, data_overrides=self.data_overrides, **budgets)
 
-    def _execute(self, title: str, runs: list[RunSpec]) -> list[RunTracker]:
+    def _execute(self, title: str, runs: list[RunSpec], engine: Engine | None = None) -> list[RunTracker]:
         self.runs += runs
         self.plan().save(self.study_dir)
-        return execute_runs(title, runs, self.study_dir, self.engine, self.jobs, self.execution_time)
+        return execute_runs(
+            title, runs, self.study_dir, engine or self.engine, self.jobs, self.execution_time
+        )
 
     def plan(self) -> StudyPlan:
         return StudyPlan(

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from qkflow.config_io import dataclass_from_dict, parse_count
 from qkflow.errors import InputError, unknown
 from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
+from qkflow.studies.finetune.config import check_options as check_finetune_options
 from qkflow.studies.grammar import split_outside_braces
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 from qkflow.training.config import Schedule
@@ -26,7 +27,7 @@ MAX_SEEDS = 1000
 DEFAULT_TOKENS = 200_000
 DEFAULT_INITS = ("gpt2", "fan_in", "modern")
 _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
-_LISTS = ("variants", "baselines", "controls", "inits", "lr_factors")
+_LISTS = ("variants", "baselines", "controls", "inits", "lr_factors", "finetune")
 _CHOICES = {"match": get_args(MatchMode), "preset": get_args(PresetName), "schedule": get_args(Schedule)}
 
 
@@ -66,6 +67,12 @@ class ComparisonConfig:
     pilot       folder of an earlier comparison whose noise tells, before the first run, which effect this
                 one can show.
     device      device: auto, cpu, cuda or mps.
+    finetune    tasks to fine-tune every trained model on, e.g. glue:SST-2,CoLA,MRPC,RTE; the time is
+                not part of --minutes.
+    finetune_data  folder with the original files of the tasks, or the hub: hf or hf:NAME.
+    finetune_epochs  epochs of fine-tuning.
+    finetune_lr  learning rate of fine-tuning.
+    finetune_examples  limit of training examples per task (default: all).
     """
 
     data: str = "speeches"
@@ -92,6 +99,11 @@ class ComparisonConfig:
     confidence: float = 0.95
     pilot: str | None = None
     device: str = "auto"
+    finetune: tuple[str, ...] = ()
+    finetune_data: str = "hf"
+    finetune_epochs: int = 3
+    finetune_lr: float = 5e-4
+    finetune_examples: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
@@ -149,6 +161,7 @@ class ComparisonConfig:
             raise InputError("--baselines is empty: use e.g. standard", code="no-baselines")
         if not self.inits:
             raise InputError("--inits is empty: use e.g. gpt2,fan_in", code="no-inits")
+        check_finetune_options(self)
 
     def _check_seeds(self) -> None:
         if self.seeds == AUTO:

@@ -49,7 +49,7 @@ class PlannedRun:
 
     id: str
     phase: str  # calibrate | tune | screen | compare | noise | finetune
-    cell: str
+    cell: str  # of a fine-tuning run: CELL/TASK
     seed: int
     lr: float
     tokens: int

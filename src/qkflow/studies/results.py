@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.design import Verdict
 from qkflow.studies.plan import Metric, Role
 from qkflow.studies.stats import PairedDifference, VarianceRatio, perplexity_percent_change
+
+if TYPE_CHECKING:
+    from qkflow.studies.finetune.results import TaskSummary
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,7 @@ class StudySummary:
     environment: Mapping[str, Any] = field(default_factory=dict)  # where runs differ, a list of values
     notes: tuple[str, ...] = ()
     headline: str = ""
+    finetune: tuple[TaskSummary, ...] = ()
 
     @property
     def arms(self) -> list[ArmSummary]:
@@ -275,7 +279,7 @@ class StudySummary:
 
     @property
     def is_complete(self) -> bool:
-        return self.runs.finished == self.runs.planned
+        return self.runs.finished == self.runs.planned and all(task.is_complete for task in self.finetune)
 
     def to_dict(self) -> dict[str, Any]:
         values = {item.name: _to_plain(getattr(self, item.name)) for item in fields(self)}
@@ -284,6 +288,8 @@ class StudySummary:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StudySummary:
+        from qkflow.studies.finetune.results import TaskSummary
+
         reference, runs = values["reference"], values["runs"]
         floor, power = values["noise_floor"], values["power"]
         searches = [
@@ -307,6 +313,7 @@ class StudySummary:
             environment=values["environment"],
             notes=tuple(values["notes"]),
             headline=values["headline"],
+            finetune=tuple(TaskSummary.from_dict(task) for task in values.get("finetune", ())),
         )
 
 

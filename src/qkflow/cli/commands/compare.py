@@ -29,7 +29,10 @@ def compare(
     Every variant and baseline is trained with every init and the same seeds. The verdict is on the paired
     difference of final validation losses to the reference, the best baseline; each side has its best init.
     Without --tokens and --minutes, a run trains on 200k tokens. The same command resumes an interrupted
-    comparison; seeds, variants, baselines and inits may be added later.
+    comparison; variants, baselines and inits may be added later.
+
+    With --finetune, every trained model is then fine-tuned on the tasks, and the differences of their scores
+    get verdicts too; it may be added to a finished comparison.
 
     A variant is COMPONENTS{OVERRIDES}@INIT, e.g. "leapfrog:n=7+differential{train.lr=1e-3}@fan_in". Overrides
     are options of its components (euler{step=0.1} is euler:step=0.1) and keys of `qkflow config`:
@@ -44,6 +47,7 @@ def compare(
       qkflow compare --variants "euler{step=0,0.1,1},symmetric:c=-1" --dry-run
       qkflow compare --baselines "standard{attention.qk_norm=false,true}" --variants affine
       qkflow compare --variants "standard{train.schedule=cosine,wsd, train.lr=1e-3,3e-3}" --controls none
+      qkflow compare --finetune glue:SST-2,CoLA,MRPC,RTE --finetune-data glue
 
     Args:
         out: folder of the study (default: runs/DATA-PRESET-BUDGET).
@@ -93,15 +97,17 @@ def print_interrupted() -> int:
 
 def print_comparison(comparison: Comparison, json: bool) -> int:
     """Print a comparison; return exit code 1 if a run has not finished."""
+    from qkflow.report.finetune import terminal_tables
     from qkflow.report.tables import terminal_table
 
     summary = comparison.summary
     if json:
         console.emit_json({**summary.to_dict(), "folder": str(comparison.folder)})
     else:
-        console.out.print(terminal_table(summary))
+        console.out.print(terminal_table(summary), *terminal_tables(summary.finetune))
         console.out.print()
-        print_findings(summary.headline, comparison.verdicts.values(), summary.notes, comparison.folder)
+        sentences = [*comparison.verdicts.values(), *(task.sentence for task in summary.finetune)]
+        print_findings(summary.headline, sentences, summary.notes, comparison.folder)
     return 0 if comparison.is_complete else 1
 
 

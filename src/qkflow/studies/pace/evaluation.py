@@ -100,6 +100,18 @@ def _published_options(recipe: Recipe, n_annotators: int | None) -> Faithfulness
 
 
 @torch.no_grad()
+def predict(
+    model: TaskModel, examples: Sequence[EncodedExample], device: torch.device | str = "cpu"
+) -> list[int]:
+    """Return the predicted class of every example, or the first token of its answer."""
+    predictions: list[int] = []
+    for batch in _eval_batches(examples):
+        ids, mask = pad_batch([example.ids for example in batch], device)
+        predictions += model.logits(ids, mask).argmax(-1).tolist()
+    return predictions
+
+
+@torch.no_grad()
 def performance(model: TaskModel, data: TaskData) -> dict[str, float]:
     """Return loss, accuracy and performance on all test examples.
 
@@ -108,8 +120,7 @@ def performance(model: TaskModel, data: TaskData) -> dict[str, float]:
     losses, correct, f1 = [], [], []
     for batch in _eval_batches(data.test):
         losses += [float(model.loss(batch))] * len(batch)
-        ids, mask = pad_batch([example.ids for example in batch])
-        predictions = model.logits(ids, mask).argmax(-1).tolist()
+        predictions = predict(model, batch)
         correct += [p == target_id(example) for p, example in zip(predictions, batch, strict=True)]
         if model.head is None:
             answers = model.generate_answers(batch, data.eos_token_id)

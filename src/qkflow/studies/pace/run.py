@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -97,12 +98,21 @@ def build_optimizer(model: TaskModel, config: PaceTrainConfig) -> Optimizer:
     return SGD(groups, momentum=SGD_MOMENTUM) if config.optimizer == "sgd" else AdamW(groups)
 
 
+class ScheduleConfig(Protocol):
+    """What `optimizer_step` needs of a training config."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+
+
 def optimizer_step(
-    optimizer: Optimizer, loss: Tensor, config: PaceTrainConfig, step: int, max_grad_norm: float
+    optimizer: Optimizer, loss: Tensor, config: ScheduleConfig, step: int, max_grad_norm: float
 ) -> None:
     """Take step number `step` (from 0). Raise NonFiniteError if the loss is NaN or infinite."""
     if not math.isfinite(float(loss.detach())):
-        raise NonFiniteError(f"the loss is not finite at step {step}: lower --lr")
+        raise NonFiniteError(f"the loss is not finite at step {step}: lower the learning rate")
     optimizer.zero_grad()
     loss.backward()
     if max_grad_norm:
@@ -118,13 +128,18 @@ def iter_batches(
 ) -> Iterator[list[EncodedExample]]:
     """Yield batches of examples of similar length, without end. An epoch contains every example once."""
     rng = np.random.default_rng(seed)
-    bucket_size = batch_size * LENGTH_BUCKET_BATCHES
     while True:
-        order = rng.permutation(len(examples))
-        batches: list[np.ndarray] = []
-        for start in range(0, len(order), bucket_size):
-            bucket = order[start : start + bucket_size]
-            bucket = bucket[np.argsort([len(examples[i].ids) for i in bucket], kind="stable")]
-            batches += [bucket[first : first + batch_size] for first in range(0, len(bucket), batch_size)]
-        for index in rng.permutation(len(batches)):
-            yield [examples[i] for i in batches[index]]
+        for batch in epoch_batches([len(example.ids) for example in examples], batch_size, rng):
+            yield [examples[i] for i in batch]
+
+
+def epoch_batches(lengths: Sequence[int], batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Return the batches of one epoch, in random order, as indices of examples of similar length."""
+    bucket_size = batch_size * LENGTH_BUCKET_BATCHES
+    order = rng.permutation(len(lengths))
+    batches: list[np.ndarray] = []
+    for start in range(0, len(order), bucket_size):
+        bucket = order[start : start + bucket_size]
+        bucket = bucket[np.argsort([lengths[i] for i in bucket], kind="stable")]
+        batches += [bucket[first : first + batch_size] for first in range(0, len(bucket), batch_size)]
+    return [batches[index] for index in rng.permutation(len(batches))]

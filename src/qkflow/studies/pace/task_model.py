@@ -24,15 +24,18 @@ MAX_NEW_TOKENS = 16  # per generated answer
 class TaskModel(nn.Module):
     """Transformer read out at the last token of each example: class logits, or next-token logits.
 
-    With `n_classes` > 0 a linear head predicts the class; the config should have `causal=False`. With
-    `n_classes` = 0 the model is a causal language model that generates the answer.
+    With `n_classes` > 0 a linear head predicts the class; the config should have `causal=False`, unless the
+    transformer is a pretrained `decoder`. With `n_classes` = 0 the model is a causal language model that
+    generates the answer.
     """
 
     roles: ClassVar[dict[str, str]] = {"head": "head"}
 
-    def __init__(self, config: ModelConfig, n_classes: int, seed: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, n_classes: int, seed: int = 0, *, decoder: Decoder | None = None
+    ) -> None:
         super().__init__()
-        self.decoder = Decoder(config, seed=seed)
+        self.decoder = Decoder(config, seed=seed) if decoder is None else decoder
         self.head = nn.Linear(config.dim, n_classes) if n_classes else None
         if self.head is not None:
             generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,8 @@ FOLDER/runs/<run-id>/config.yaml        written before the run
                     /log.txt            stdout and stderr of the worker
                     /checkpoints/       until the run finishes
                     /model/             the trained model, of runs that are compared
-FOLDER/report.html  summary.json  summary.csv  curves.csv
+FOLDER/data-….json                      encoded examples of a fine-tuning task
+FOLDER/report.html  summary.json  summary.csv  curves.csv  finetune.csv
 """
 
 from __future__ import annotations
