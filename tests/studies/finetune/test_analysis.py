@@ -36,7 +36,7 @@ def test_higher_scores_help() -> None:
     reference, good, bad, noise = judge_task(scores, 0.95)
     assert reference.verdict == Verdict.REFERENCE
     assert reference.score == pytest.approx(62)
-    assert [arm.verdict for arm in (good, bad, noise)] == [Verdict.HELPS, Verdict.HURTS, Verdict.NO_EVIDENCE]
+    assert [arm.verdict for arm in (good, bad, noise)] == [Verdict.HELPS, Verdict.HURTS, Verdict.UNDECIDED]
     assert good.difference is not None
     assert good.difference.mean == pytest.approx(5.0)
     assert good.difference.low is not None
@@ -56,7 +56,7 @@ def test_p_values_are_corrected_within_the_task() -> None:
 
 def test_equal_differences_have_no_spread_to_test() -> None:
     _, same, shift = judge_task({"standard": BASE, "same": BASE, "shift": shifted(0.25, 0.25, 0.25)}, 0.95)
-    assert same.verdict == Verdict.NO_EVIDENCE
+    assert same.verdict == Verdict.UNDECIDED
     assert shift.verdict == Verdict.NO_VERDICT
     assert shift.difference is not None
     assert shift.difference.mean == pytest.approx(25)
