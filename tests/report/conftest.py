@@ -28,6 +28,7 @@ FINAL = {
     "uncoupled@gpt2": 4.745,
     "uncoupled@fan_in": 5.06,
 }
+INITS = ("gpt2", "fan_in")
 POINTS = 20
 HOSTILE = "</script><script>alert(1)</script><img src=https://example.com/x.png>"
 
@@ -115,12 +116,12 @@ def _write_run(path: Path, run: RunSpec, final: float) -> None:
 @pytest.fixture(scope="session")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of three variants and the two controls."""
-    config = ComparisonConfig(variants=("standard", "euler", "leapfrog:n=7"), tokens=200_000)
+    config = ComparisonConfig(variants=("standard", "euler", "leapfrog:n=7"), inits=INITS, tokens=200_000)
     return write_study(tmp_path_factory.mktemp("made") / "study", config, FINAL)
 
 
 @pytest.fixture(scope="session")
 def hostile_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study with text that must be escaped, and a variant whose runs all failed."""
-    config = ComparisonConfig(data=HOSTILE, variants=("standard", "euler@gpt2"), tokens=200_000)
+    config = ComparisonConfig(data=HOSTILE, variants=("standard", "euler@gpt2"), inits=INITS, tokens=200_000)
     return write_study(tmp_path_factory.mktemp("made") / "hostile", config, FINAL, fail="euler@gpt2")

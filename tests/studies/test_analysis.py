@@ -15,7 +15,9 @@ from qkflow.studies.grid import build_grid
 from qkflow.studies.plan import StudyPlan
 from qkflow.studies.results import ArmSummary, StudySummary
 
-CONFIG = ComparisonConfig(variants=("standard", "euler"), controls=("symmetric",), tokens=2048 * 100)
+CONFIG = ComparisonConfig(
+    variants=("standard", "euler"), controls=("symmetric",), inits=("gpt2", "fan_in"), tokens=2048 * 100
+)
 NOISE = (0.0, 0.002, -0.001)  # of a pair, so that intervals have a width
 SEEDS = (0.0, 0.05, -0.04)  # shared by all runs of a seed
 

@@ -22,6 +22,7 @@ from qkflow.studies.runner.study_dir import StudyDir
 from toy_study import TOY
 
 Study = dict[str, Any]
+INITS = "gpt2,fan_in"
 
 
 def count_starts(folder: Path) -> dict[str, int]:
@@ -34,7 +35,7 @@ def count_starts(folder: Path) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     folder = tmp_path_factory.mktemp("studies") / "whole"
-    return compare("toy text", variants="standard,euler,broken@gpt2", out=folder, **TOY)
+    return compare("toy text", variants="standard,euler,broken@gpt2", inits=INITS, out=folder, **TOY)
 
 
 def test_verdicts_and_failed_runs(comparison: Comparison) -> None:
@@ -83,7 +84,7 @@ def test_write_outputs(comparison: Comparison) -> None:
 def test_repeated_call_runs_only_failed_and_new_runs(comparison: Comparison) -> None:
     before = count_starts(comparison.folder)
     variants = "standard,euler,broken@gpt2,drift@gpt2"
-    more = compare("toy text", variants=variants, out=comparison.folder, **TOY)
+    more = compare("toy text", variants=variants, inits=INITS, out=comparison.folder, **TOY)
     after = count_starts(comparison.folder)
     assert all(after[run] == 1 for run in before if not run.startswith("broken"))
     assert all(after[run] == 2 for run in before if run.startswith("broken"))
