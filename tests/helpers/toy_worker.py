@@ -55,7 +55,7 @@ def loss_and_gradient(W: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[floa
 
 
 def initial_weights(init: str, seed: int) -> np.ndarray:
-    base = {"gpt2": 0.02, "fan_in": 2.0, "mimetic": 0.5}[init.partition("+")[0]]
+    base = {"gpt2": 0.02, "fan_in": 2.0, "modern": 0.1, "mimetic": 0.5}[init.partition("+")[0]]
     W = base * np.random.default_rng([seed, 1]).normal(size=WORLD.shape)
     return W + 0.8 * WORLD if "symmetric" in init else W
 
