@@ -57,14 +57,14 @@ def blocked_differences(
         return [None] * max(0, len(losses) - 1)
     p_equal = equal_variance_p(x)
     pool_all = p_equal is None or p_equal >= UNEQUAL_VARIANCE_LEVEL
-    found: list[tuple[float, float, float, float, int, int] | None] = []
+    tests: list[tuple[float, float, float, float, int, int] | None] = []
     for arm in range(1, len(x)):
         same_init = [i for i in range(1, len(x)) if pool_all or inits[i] == inits[arm]]
-        found.append(_difference(x[[0, *same_init]], x[arm] - x[0], confidence))
-    corrected = holm_correction([None if each is None else each[3] for each in found])
+        tests.append(_difference(x[[0, *same_init]], x[arm] - x[0], confidence))
+    corrected = holm_correction([None if each is None else each[3] for each in tests])
     return [
         None if each is None or p is None else BlockedDifference(*each[:4], p, *each[4:], p_equal)
-        for each, p in zip(found, corrected, strict=True)
+        for each, p in zip(tests, corrected, strict=True)
     ]
 
 

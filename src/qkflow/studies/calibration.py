@@ -126,7 +126,7 @@ class _Tally:
     studies: int = 0
     false_verdicts: int = 0
     false_equivalent: int = 0
-    found: float = 0.0
+    detected: float = 0.0
     undecided: int = 0
     runs: float = 0.0
     seeds: float = 0.0
@@ -166,7 +166,7 @@ def calibrate(
         studies=n,
         false_verdicts=tally.false_verdicts / n,
         false_equivalent=tally.false_equivalent / n,
-        power=tally.found / n if scenario.effect else None,
+        power=tally.detected / n if scenario.effect else None,
         undecided=tally.undecided / (n * scenario.arms),
         mean_runs=tally.runs / n,
         mean_seeds=tally.seeds / (n * scenario.arms),
@@ -248,7 +248,7 @@ def _count(
     tally.false_equivalent += int(((verdicts == Verdict.EQUIVALENT.value) & outside).any(axis=1).sum())
     with_effect = verdicts[:, effects != 0]
     expected = Verdict.HELPS.value if scenario.effect < 0 else Verdict.HURTS.value
-    tally.found += float((with_effect == expected).mean(axis=1).sum()) if with_effect.size else 0.0
+    tally.detected += float((with_effect == expected).mean(axis=1).sum()) if with_effect.size else 0.0
     tally.undecided += int((verdicts == Verdict.UNDECIDED.value).sum())
     tally.runs += float(runs.sum())
     tally.seeds += float(arm_seeds.sum())

@@ -28,7 +28,7 @@ from qkflow.studies.budgets import TrainingCost, affordable_steps
 from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
 from qkflow.studies.design import DECIDED, Verdict
 from qkflow.studies.finetune.dataset import TaskExamples
-from qkflow.studies.finetune.study import WORKER_COMMAND as FINETUNE_WORKER
+from qkflow.studies.finetune.study import WORKER_MODULE as FINETUNE_WORKER
 from qkflow.studies.finetune.study import load_tasks
 from qkflow.studies.finetune.study import plan_runs as plan_finetune_runs
 from qkflow.studies.grid import (
@@ -151,7 +151,7 @@ def compare(
             runner = _StudyRunner(grid, study_dir, started, jobs, data_overrides, pilot_sd)
             runner.run()
             if tasks:
-                runner.finetune(tasks, ENGINES[engine](FINETUNE_WORKER, threads, config.device))
+                runner.finetune(tasks, ENGINES[engine](None, threads, config.device, module=FINETUNE_WORKER))
     finally:
         started.close()
     return replace(load_comparison(study_dir.path), execution_time=runner.execution_time)

@@ -1,4 +1,4 @@
-"""Cells of an arm and their screening: which init leads, and which are still in the race.
+"""Cells of an arm and their screening: which init is best, and which are still in the race.
 
 A cell is one model with one init. The screening seeds choose the leader of an arm (lowest mean loss) and
 retire cells that are clearly worse than it. Judged seeds take no part in this, so that the choice of an init

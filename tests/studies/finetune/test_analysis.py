@@ -56,7 +56,7 @@ def test_p_values_are_corrected_within_the_task() -> None:
 
 def test_equal_differences_have_no_spread_to_test() -> None:
     _, same, shift = judge_task({"standard": BASE, "same": BASE, "shift": shifted(0.25, 0.25, 0.25)}, 0.95)
-    assert same.verdict == Verdict.UNDECIDED
+    assert same.verdict == Verdict.EQUIVALENT
     assert shift.verdict == Verdict.NO_VERDICT
     assert shift.difference is not None
     assert shift.difference.mean == pytest.approx(25)

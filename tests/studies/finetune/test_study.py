@@ -30,8 +30,17 @@ class InProcessEngine:
 
     started: ClassVar[list[str]] = []
 
-    def __init__(self, command: Sequence[str] | None = None, threads: int = 1, device: str = "auto") -> None:
-        self.is_finetuning = bool(command) and "qkflow.studies.finetune.worker" in (command or ())
+    sentinel = None
+
+    def __init__(
+        self,
+        command: Sequence[str] | None = None,
+        threads: int = 1,
+        device: str = "auto",
+        *,
+        module: str = "",
+    ) -> None:
+        self.is_finetuning = module == WORKER_MODULE
 
     def default_jobs(self) -> int:
         return 1

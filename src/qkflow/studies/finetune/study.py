@@ -24,7 +24,7 @@ from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.training.pretrained import tokenizer_spec
 from qkflow.training.run_dir import MODEL_DIR
 
-WORKER_COMMAND = (sys.executable, "-m", "qkflow.studies.finetune.worker")
+WORKER_MODULE = "qkflow.studies.finetune.worker"
 PHASE = "finetune"
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from qkflow.measures.attention import capture_attention_inputs
 from qkflow.models import Decoder, ModelConfig
-from qkflow.models.loss import linear_cross_entropy
 from qkflow.studies.pace.dataset import EncodedExample, TaskData
 from qkflow.studies.pace.recipes import Recipe
 
@@ -90,7 +89,7 @@ class TaskModel(nn.Module):
         hidden = self.decoder(ids, attention_mask=mask)
         rows, positions = answer_positions(examples)
         targets = torch.tensor([token for example in examples for token in example.answer_ids], device=device)
-        return linear_cross_entropy(hidden[rows, positions], self.decoder.output_weight, targets)
+        return self.decoder.loss(hidden[rows, positions], targets)
 
     @torch.no_grad()
     def generate_answers(

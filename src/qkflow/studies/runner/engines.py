@@ -76,8 +76,10 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    def __call__(self, command: Sequence[str] | None, threads: int, device: str) -> Engine:
-        """Build an engine. `command` starts a worker, with the run's folder as its last argument."""
+    def __call__(
+        self, command: Sequence[str] | None, threads: int, device: str, *, module: str = WORKER_MODULE
+    ) -> Engine:
+        """Build an engine. Workers execute `module`, or `command` with the run's folder as last argument."""
 
 
 def cuda_device_count(device: str) -> int:
@@ -201,7 +203,14 @@ class LocalEngine:
 class RayEngine:
     """Workers on the machines of a Ray cluster, which must share the study's folder."""
 
-    def __init__(self, command: Sequence[str] | None = None, threads: int = 1, device: str = "auto") -> None:
+    def __init__(
+        self,
+        command: Sequence[str] | None = None,
+        threads: int = 1,
+        device: str = "auto",
+        *,
+        module: str = WORKER_MODULE,
+    ) -> None:
         try:
             import ray
         except ImportError:
@@ -217,14 +226,14 @@ class RayEngine:
         self._n_gpus = int(resources.get("GPU", 0)) if device in ("auto", "cuda") else 0
         self._n_cpus = int(resources.get("CPU", 1))
         self._actor = ray.remote(num_cpus=threads, num_gpus=1 if self._n_gpus else 0)(_RayWorker)
-        # None: each node builds the default command with its own Python interpreter
-        self.command = tuple(command) if command else None
+        # None: each node executes the module with its own Python interpreter
+        self.command, self.module = tuple(command) if command else None, module
 
     def default_jobs(self) -> int:
         return self._n_gpus or max(1, self._n_cpus // self.threads)
 
     def start(self, folder: Path, slot: int) -> WorkerHandle:
-        actor = self._actor.remote(self.command, self.threads, str(folder.resolve()))
+        actor = self._actor.remote(self.command, self.module, self.threads, str(folder.resolve()))
         return _RayWorkerHandle(self.ray, actor)
 
     def close(self) -> None:
@@ -235,10 +244,10 @@ class RayEngine:
 class _RayWorker:
     """Ray actor that starts a local worker on its node."""
 
-    def __init__(self, command: Sequence[str] | None, threads: int, folder: str) -> None:
+    def __init__(self, command: Sequence[str] | None, module: str, threads: int, folder: str) -> None:
         # by a command: the actor executes one run, for which a server would not pay off
         engine = LocalEngine(
-            command or (sys.executable, "-m", WORKER_MODULE), threads, device="assigned by ray"
+            command or (sys.executable, "-m", module), threads, device="assigned by ray"
         )
         self._worker = engine.start(Path(folder), 0)
 
