@@ -247,10 +247,10 @@ def test_explosion_is_refused_before_it_is_enumerated() -> None:
     sweep = f"euler{{step={values},hidden_dim={values},train.lr={values}}}"
     with raises_code("too-many-runs") as error:
         build_grid(replace(CONFIG, variants=(sweep,)))
-    assert "6,000,000,0" in str(error.value)  # 10⁹ variants, 2 inits, 3 seeds, and the others
+    assert "10,000,000,0" in str(error.value)  # 10⁹ variants, 2 inits, 5 seeds, and the others
     with raises_code("too-many-runs") as error:
         build_grid(replace(CONFIG, variants=(f"euler{{step={values}}}",), controls=()))
-    assert "6,006 runs" in str(error.value)
+    assert "16,021 runs" in str(error.value)
     assert "hours" in str(error.value)
 
 

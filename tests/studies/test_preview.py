@@ -29,10 +29,11 @@ def _fixed_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_tokens_and_hours() -> None:
     planned = preview(variants="euler", controls="none", inits="gpt2,fan_in", tokens="100k", jobs=2)
     assert [(arm.name, arm.role, arm.runs, arm.tokens) for arm in planned.arms] == [
-        ("standard", "reference", 6, 100_000),
-        ("euler", "variant", 6, 100_000),
+        ("standard", "reference", 21, 100_000),  # 2 inits with 3 + 5 seeds, 5 for the noise floor
+        ("euler", "variant", 16, 100_000),
     ]
-    assert (planned.cells, planned.runs) == (4, 12)
+    assert (planned.cells, planned.runs) == (4, 37)
+    assert any("at least 27" in note for note in planned.notes)  # 4 cells screened, 3 of them judged
     assert planned.flops == sum(arm.flops for arm in planned.arms)
     assert planned.hours == pytest.approx(sum(arm.hours for arm in planned.arms))
     twice = preview(variants="euler", controls="none", inits="gpt2,fan_in", tokens="200k", jobs=1)
@@ -41,12 +42,12 @@ def test_runs_tokens_and_hours() -> None:
 
 def test_cell_of_two_arms_is_counted_once() -> None:
     planned = preview(variants="symmetric@fan_in", inits="fan_in,fan_in+symmetric=1", controls="none")
-    assert [arm.runs for arm in planned.arms] == [6, 3]
-    assert planned.runs == 6
+    assert [arm.runs for arm in planned.arms] == [21, 8]
+    assert planned.runs == 21
 
 
 def test_budgets_and_notes() -> None:
-    settings = {"controls": "none", "inits": "gpt2", "jobs": 2}
+    settings = {"controls": "none", "inits": "gpt2", "jobs": 2, "verdict": False}
     planned = preview(variants="euler:hidden_dim=64", minutes=10, match="flops", **settings)
     standard, euler = planned.arms
     assert standard.tokens > euler.tokens > 0
@@ -55,7 +56,7 @@ def test_budgets_and_notes() -> None:
     planned = preview(
         variants="standard{train.lr=1e-3},standard{data.tokenizer=bytes}", tune_lr=True, **settings
     )
-    assert [arm.runs for arm in planned.arms] == [6, 3, 6]
+    assert [arm.runs for arm in planned.arms] == [8, 5, 8]
     assert any("standard{train.lr=0.001}" in note for note in planned.notes)
     assert any("bits per byte" in note for note in planned.notes)
 
@@ -68,11 +69,11 @@ def test_command_prints_and_writes_nothing(
     assert main.dispatch(["compare", *options]) == 0
     text = capsys.readouterr().out
     assert "symmetric" in text
-    assert "78" in text  # 13 arms with 2 inits and 3 seeds
+    assert "213" in text  # 13 arms with 2 inits and 3 + 5 seeds, and the noise floor
     assert main.dispatch(["compare", *options, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert len(planned["arms"]) == 13
-    assert planned["runs"] == 78
+    assert planned["runs"] == 213
     assert not list(tmp_path.iterdir())
 
 

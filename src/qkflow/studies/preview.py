@@ -98,8 +98,9 @@ def _n_runs(grid: Grid, cell: Cell) -> int:
     """Return the most runs of a cell; those of the noise floor count for the first baseline."""
     config = grid.config
     tuning = len(config.lr_factors) if config.tune_lr and cell.fixed_lr is None else 0
-    screening = config.screening_seeds if cell in grid.screened_cells else 0
-    is_first = cell == grid.arms[0].cells[0]
+    screened = {each.name for each in grid.screened_cells}
+    screening = config.screening_seeds if cell.name in screened else 0
+    is_first = cell.name == grid.arms[0].cells[0].name
     return tuning + screening + config.n_seeds * (2 if is_first and config.verdict else 1)
 
 

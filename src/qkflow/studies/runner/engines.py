@@ -246,9 +246,7 @@ class _RayWorker:
 
     def __init__(self, command: Sequence[str] | None, module: str, threads: int, folder: str) -> None:
         # by a command: the actor executes one run, for which a server would not pay off
-        engine = LocalEngine(
-            command or (sys.executable, "-m", module), threads, device="assigned by ray"
-        )
+        engine = LocalEngine(command or (sys.executable, "-m", module), threads, device="assigned by ray")
         self._worker = engine.start(Path(folder), 0)
 
     def poll(self) -> int | None:
