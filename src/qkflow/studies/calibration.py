@@ -9,7 +9,7 @@ baseline, so choosing the wrong init counts against the procedure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -119,6 +119,10 @@ class CalibrationRow:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "standard_error": self.standard_error}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CalibrationRow:
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
 @dataclass

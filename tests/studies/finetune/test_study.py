@@ -80,6 +80,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "variants": "euler",
         "controls": "none",
         "inits": "gpt2",
+        "seeds": 3,
         "tokenizer": "bytes",
         "tokens": 256,
         "seq_len": 32,

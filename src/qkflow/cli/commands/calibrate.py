@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from json import loads as parse_json
+from pathlib import Path
 from typing import Any
 
 from qkflow import console
@@ -21,7 +23,13 @@ SAVING_STEPS = 20  # rows that `runs_saved` simulates, at most
 
 
 def calibrate_command(
-    *, studies: int = 10_000, seeds: tuple[str, ...] = (), margin: float = 1.0, json: bool = False
+    *,
+    studies: int = 10_000,
+    seeds: tuple[str, ...] = (),
+    margin: float = 1.0,
+    saved: Path | None = None,
+    json: bool = False,
+    markdown: bool = False,
 ) -> int:
     """Simulate whole comparisons and count false verdicts, found effects and runs.
 
@@ -40,8 +48,13 @@ def calibrate_command(
         seeds: numbers of seeds of the fixed designs; the largest is also the most of the adaptive design
             (default: 3,5,10,20).
         margin: margin of equivalence in percent of perplexity.
+        saved: print the result that an earlier `qkflow calibrate --json` wrote to this file.
         json: print one JSON object with `rows` and `saving` instead of tables.
+        markdown: print a Markdown table.
     """
+    if saved is not None:
+        rows, saving = _load(saved)
+        return _print(rows, saving, json, markdown)
     counts = _parse_seeds(seeds)
     if not 100 <= studies <= MAX_STUDIES:
         raise InputError(
@@ -50,11 +63,17 @@ def calibrate_command(
     if not 0 < margin < 100:
         raise InputError(f"--margin must be a percentage above zero, got {margin:g}", code="invalid-margin")
     rows, saving = _simulate(counts, studies, margin)
-    if json:
-        console.emit_json({"rows": [row.to_dict() for row in rows], "saving": saving})
-    else:
-        _print(rows, saving)
-    return 0
+    return _print(rows, saving, json, markdown)
+
+
+def _load(path: Path) -> tuple[list[CalibrationRow], dict[str, Any]]:
+    try:
+        values = parse_json(path.read_bytes())
+        return [CalibrationRow.from_dict(row) for row in values["rows"]], values["saving"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(
+            f"--saved {path} is not a result of `qkflow calibrate --json`", code="not-a-calibration"
+        ) from None
 
 
 def _parse_seeds(texts: tuple[str, ...]) -> tuple[int, ...]:
@@ -104,37 +123,52 @@ def _simulate(
     return rows, saving.to_dict()
 
 
-def _print(rows: list[CalibrationRow], saving: dict[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
+def _print(rows: list[CalibrationRow], saving: dict[str, Any], json: bool, markdown: bool) -> int:
+    if json:
+        console.emit_json({"rows": [row.to_dict() for row in rows], "saving": saving})
+        return 0
+    names = ("scenario", "design", "seeds", "false", "± 2 s.e.", "power", "undecided", "runs")
+    cells = [_format_row(row) for row in rows]
+    if markdown:
+        lines = [names, ["---"] * len(names), *cells]
+        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        print()
+    else:
+        from rich import box
+        from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("scenario", overflow="fold")
-    for name in ("design", "seeds", "false", "± 2 s.e.", "power", "undecided", "runs"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.scenario,
-            row.design,
-            str(row.seeds),
-            f"{row.false_verdicts:.2%}",
-            f"{2 * row.standard_error:.2%}",
-            "–" if row.power is None else f"{row.power:.1%}",
-            f"{row.undecided:.0%}",
-            f"{row.mean_runs:.0f}",
-        )
-    console.out.print(table)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in names:
+            table.add_column(name, justify="left" if name == "scenario" else "right")
+        for line in cells:
+            table.add_row(*line)
+        console.out.print(table)
+    for sentence in _sentences(rows, saving):
+        print(sentence)
+    return 0
+
+
+def _format_row(row: CalibrationRow) -> list[str]:
+    return [
+        row.scenario,
+        row.design,
+        str(row.seeds),
+        f"{row.false_verdicts:.2%}",
+        f"{2 * row.standard_error:.2%}",
+        "–" if row.power is None else f"{row.power:.1%}",
+        f"{row.undecided:.0%}",
+        f"{row.mean_runs:.0f}",
+    ]
+
+
+def _sentences(rows: list[CalibrationRow], saving: dict[str, Any]) -> list[str]:
     worst = max(rows, key=lambda row: row.false_verdicts)
-    console.out.print(
-        f"false helps or hurts: at most {worst.false_verdicts:.2%} of {worst.studies:,} studies "
-        f"({worst.scenario}, {worst.design}, {worst.seeds} seeds)",
-        highlight=False,
-    )
-    console.out.print(
-        f"adaptive seeds at an effect of {saving['effect_percent']:g}% with unknown noise: "
-        f"{saving['adaptive_runs']:.0f} runs on average, where a fixed design of the same error rates needs "
+    return [
+        f"False helps or hurts: at most {worst.false_verdicts:.2%} of {worst.studies:,} studies "
+        f"({worst.scenario}, {worst.design}, {worst.seeds} seeds).",
+        f"Adaptive seeds at an effect of {saving['effect_percent']:g}% with unknown noise: "
+        f"{saving['adaptive_runs']:.0f} runs on average. A fixed design with the same error rates needs "
         f"{saving['fixed_seeds']:.0f} seeds: {saving['full_grid_runs']:.0f} runs with every init "
         f"({saving['ratio']:.1f}×), {saving['fixed_runs']:.0f} with screened inits "
-        f"({saving['ratio_screened']:.1f}×)",
-        highlight=False,
-    )
+        f"({saving['ratio_screened']:.1f}×).",
+    ]
