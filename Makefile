@@ -19,8 +19,8 @@ help:  ## Show this list
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: .venv/.base  ## Install, then ask whether a coupling still helps a well-initialized baseline
-	$(BIN)/qkflow compare --data speeches --variants euler --controls none --inits fan_in,modern --seeds 4 --tokens 150k --out runs/demo
+demo: .venv/.base  ## Install, then ask: is it the coupling or the init?
+	$(BIN)/qkflow compare --data speeches --baselines standard@fan_in --variants euler@fan_in,euler@modern --controls standard@modern --seeds 5 --tokens 150k --out runs/demo
 
 test: .venv/.dev lint types unit  ## Install, lint, type-check, run every test
 
