@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from qkflow.studies.calibration import (
 from qkflow.studies.design import SeedDesign
 from qkflow.studies.screening import CellData, differences, paired_losses, screen
 
+ROOT = Path(__file__).parents[2]
 STUDIES = 600
 LIMIT = 0.05 + 3 * math.sqrt(0.05 * 0.95 / STUDIES)
 
@@ -88,6 +90,19 @@ def test_calibrate_command(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {"scenario", "seeds", "design", "false_verdicts", "power", "mean_runs"} <= rows[0].keys()
     assert {(row["design"], row["seeds"]) for row in rows} == {("fixed", 3), ("fixed", 5), ("adaptive", 5)}
+    dispatch(["calibrate", "--saved", str(ROOT / "docs/results/calibration.json")])
+    text = capsys.readouterr().out
+    assert "inits tied" in text
+    assert "False helps or hurts: at most" in text
+
+
+def test_stored_calibration_keeps_five_percent() -> None:
+    stored = json.loads((ROOT / "docs/results/calibration.json").read_text())
+    assert {row["scenario"] for row in stored["rows"]} >= {scenario.name for scenario in NULL_SCENARIOS}
+    for row in stored["rows"]:
+        assert row["studies"] >= 10_000
+        assert row["false_verdicts"] <= 0.05 + 2 * row["standard_error"]
+    assert stored["saving"]["ratio"] >= 2
 
 
 @pytest.mark.parametrize(
@@ -97,6 +112,7 @@ def test_calibrate_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seeds", "2"], "invalid-seeds"),
         (["--seeds", "x"], "invalid-seeds"),
         (["--margin", "0"], "invalid-margin"),
+        (["--saved", "nowhere.json"], "not-a-calibration"),
     ],
 )
 def test_calibrate_rejects(arguments: list[str], code: str) -> None:

@@ -17,8 +17,8 @@ from qkflow.report import write_outputs
 from qkflow.studies import Comparison, ComparisonConfig, StudySummary, compare, load_comparison
 from qkflow.studies.budgets import TrainingCost, affordable_steps
 from qkflow.studies.grid import (
-    CALIBRATION_SEEDS,
-    CALIBRATION_STEPS,
+    COST_SEEDS,
+    COST_STEPS,
     NOISE_FLOOR_SEED,
     TUNING_SEED,
     build_grid,
@@ -258,8 +258,8 @@ def test_minutes_are_converted_to_tokens(tmp_path: Path) -> None:
         data="toy", **{k: v for k, v in settings.items() if k in ComparisonConfig.__dataclass_fields__}
     )
     grid, study_dir = build_grid(config, TOY["components"]), StudyDir(tmp_path / "s")
-    tokens = dict.fromkeys(("standard", "euler"), CALIBRATION_STEPS * 32)
-    for run in grid.build_runs("calibrate", CALIBRATION_SEEDS, tokens_by_model=tokens):
+    tokens = dict.fromkeys(("standard", "euler"), COST_STEPS * 32)
+    for run in grid.build_runs("cost", COST_SEEDS, tokens_by_model=tokens):
         result = {"status": "finished", "step_seconds": 0.5, "flops_per_token": 1.0}
         study_dir.run_dir(run.id).write_config(run.config)
         (study_dir.run_dir(run.id).path / "result.json").write_text(json.dumps(result))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qkflow.html import json_for_script
-from qkflow.report import figures
+from qkflow.report import difference_figures, figures
 from qkflow.report.finetune import task_tables
 from qkflow.report.tables import format_difference, format_number, format_percent
 from qkflow.studies.design import Verdict
@@ -73,12 +73,12 @@ def load_template(name: str) -> Template:
 
 def _build_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, figures.Figure]:
     figures_by_name = {
-        "differences": figures.differences_figure(summary),
-        "same-init": figures.same_init_figure(summary),
+        "differences": difference_figures.differences_figure(summary),
+        "same-init": difference_figures.same_init_figure(summary),
         "gap": figures.perplexity_gap_figure(summary, runs),
         "loss-tokens": figures.loss_curve_figure(summary, runs, "tokens"),
         "loss-seconds": figures.loss_curve_figure(summary, runs, "seconds"),
-        "learning-rates": figures.learning_rate_figure(summary),
+        "learning-rates": difference_figures.learning_rate_figure(summary),
         **{f"probe-{name}": figure for name, figure in figures.probe_figures(summary, runs).items()},
     }
     return {name: figure for name, figure in figures_by_name.items() if figure is not None}

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from statistics import mean, median
 
 from qkflow.errors import InputError
-from qkflow.studies.grid import CALIBRATION_STEPS
+from qkflow.studies.grid import COST_STEPS
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ def affordable_steps(minutes: float, n_runs: int, jobs: int, cost: TrainingCost,
     """Return the steps per run with which `n_runs` runs, `jobs` at a time, finish in `minutes`."""
     rounds, step_seconds = math.ceil(n_runs / jobs), cost.token_seconds * tokens_per_step
     steps = int((60 * minutes / rounds - cost.overhead_seconds) / step_seconds)
-    if steps < CALIBRATION_STEPS:
-        least = rounds * (cost.overhead_seconds + CALIBRATION_STEPS * step_seconds) / 60
+    if steps < COST_STEPS:
+        least = rounds * (cost.overhead_seconds + COST_STEPS * step_seconds) / 60
         raise InputError(
             f"--minutes {minutes:g} is too short for {n_runs} runs, {jobs} at a time: "
             f"use at least {least:.2g}, or fewer variants, inits or seeds",

@@ -93,7 +93,8 @@ def effect_scenarios(effects: Sequence[float] = EFFECTS) -> list[Scenario]:
 def noise_scenarios(effect: float = 3.0, noise: Sequence[float] = (0.0035, 0.007, 0.014)) -> list[Scenario]:
     """Return scenarios of one effect in all arms at several noises, unknown beforehand."""
     base = Scenario("", effect=math.log1p(-effect / 100), arms=3, all_arms=True)
-    return [replace(base, name=f"effect {effect:g}%, noise {100 * sd:g}%", noise=(sd,) * 3) for sd in noise]
+    names = (f"effect {effect:g}% in all arms, noise {100 * sd:g}%" for sd in noise)
+    return [replace(base, name=name, noise=(sd,) * 3) for name, sd in zip(names, noise, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from qkflow.studies.variants import (
 TUNING_SEED = 10_000  # learning rates are chosen on a seed that is not compared
 SCREENING_SEED = 30_000  # the first of the seeds that choose inits
 NOISE_FLOOR_SEED = 40_000  # the first of the seeds of the A/A arm
-CALIBRATION_SEEDS = (20_000, 20_001, 20_002)
-CALIBRATION_STEPS = 20
+COST_SEEDS = (20_000, 20_001, 20_002)
+COST_STEPS = 20
 POOL_NAME = "baselines"  # of the first arm, if it has several variants
 _MAX_ID_PREFIX = 100  # characters; the names of files are limited
 # Evaluations and probes of a run cost about EVAL_SHARE of its training: half for the final evaluation, a
@@ -78,7 +78,7 @@ class Cell:
 class RunSpec:
     """One training run: its cell and seed, and the config that its worker reads."""
 
-    phase: str  # calibrate | tune | screen | compare | noise | finetune
+    phase: str  # cost | tune | screen | compare | noise | finetune
     cell: str
     seed: int
     lr: float

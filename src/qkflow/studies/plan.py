@@ -48,7 +48,7 @@ class PlannedRun:
     """One training run. Its config is in its own folder."""
 
     id: str
-    phase: str  # calibrate | tune | screen | compare | noise | finetune
+    phase: str  # cost | tune | screen | compare | noise | finetune
     cell: str  # of a fine-tuning run: CELL/TASK
     seed: int
     lr: float

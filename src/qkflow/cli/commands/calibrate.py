@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from json import loads as parse_json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from qkflow.studies.calibration import (
     CalibrationRow,
     calibrate,
     effect_scenarios,
+    noise_scenarios,
     runs_saved,
 )
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
@@ -45,8 +47,7 @@ def calibrate_command(
 
     Args:
         studies: simulated studies per row.
-        seeds: numbers of seeds of the fixed designs; the largest is also the most of the adaptive design
-            (default: 3,5,10,20).
+        seeds: numbers of seeds of the fixed designs, and most seeds of the adaptive ones (default: 3,5,10,20).
         margin: margin of equivalence in percent of perplexity.
         saved: print the result that an earlier `qkflow calibrate --json` wrote to this file.
         json: print one JSON object with `rows` and `saving` instead of tables.
@@ -97,11 +98,12 @@ def _simulate(
 ) -> tuple[list[CalibrationRow], dict[str, float]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    scenarios = [*NULL_SCENARIOS, *effect_scenarios()]
+    scenarios = [*NULL_SCENARIOS, *effect_scenarios(), *noise_scenarios()]
+    designs = [("fixed", n) for n in counts] + [("adaptive", n) for n in counts if n > MIN_SEEDS_FOR_VERDICT]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     rows = []
     with Progress(*columns, console=console.err, transient=True) as progress:
-        total = studies * (len(scenarios) * (len(counts) + 1) + SAVING_STEPS)
+        total = studies * (len(scenarios) * len(designs) + SAVING_STEPS)
         task = progress.add_task("simulating", total=total)
 
         def advance(count: int) -> None:
@@ -109,15 +111,9 @@ def _simulate(
 
         for scenario in scenarios:
             progress.update(task, description=scenario.name)
-            for seeds in counts:
-                rows.append(
-                    calibrate(scenario, seeds, "fixed", studies=studies, margin=margin, on_progress=advance)
-                )
-            rows.append(
-                calibrate(
-                    scenario, counts[-1], "adaptive", studies=studies, margin=margin, on_progress=advance
-                )
-            )
+            for design, seeds in designs:
+                row = calibrate(scenario, seeds, design, studies=studies, margin=margin, on_progress=advance)
+                rows.append(row)
         progress.update(task, description="runs saved by adaptive seeds")
         saving = runs_saved(max_seeds=counts[-1], studies=studies, on_progress=advance)
     return rows, saving.to_dict()
@@ -127,45 +123,54 @@ def _print(rows: list[CalibrationRow], saving: dict[str, Any], json: bool, markd
     if json:
         console.emit_json({"rows": [row.to_dict() for row in rows], "saving": saving})
         return 0
-    names = ("scenario", "design", "seeds", "false", "± 2 s.e.", "power", "undecided", "runs")
-    cells = [_format_row(row) for row in rows]
-    if markdown:
-        lines = [names, ["---"] * len(names), *cells]
-        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
-        print()
-    else:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in names:
-            table.add_column(name, justify="left" if name == "scenario" else "right")
-        for line in cells:
-            table.add_row(*line)
-        console.out.print(table)
+    null = [row for row in rows if row.power is None]
+    effects = [row for row in rows if row.power is not None]
+    tables = {
+        "false helps or hurts, share of studies": _pivot(null, lambda row: f"{row.false_verdicts:.2%}"),
+        "effects found (mean number of runs)": _pivot(
+            effects, lambda row: f"{row.power or 0:.0%} ({row.mean_runs:.0f})"
+        ),
+    }
+    for title, lines in tables.items():
+        _print_table(title, lines, markdown)
     for sentence in _sentences(rows, saving):
         print(sentence)
     return 0
 
 
-def _format_row(row: CalibrationRow) -> list[str]:
-    return [
-        row.scenario,
-        row.design,
-        str(row.seeds),
-        f"{row.false_verdicts:.2%}",
-        f"{2 * row.standard_error:.2%}",
-        "–" if row.power is None else f"{row.power:.1%}",
-        f"{row.undecided:.0%}",
-        f"{row.mean_runs:.0f}",
-    ]
+def _pivot(rows: list[CalibrationRow], cell: Callable[[CalibrationRow], str]) -> list[list[str]]:
+    """Return a header and one line per scenario, with one column per design."""
+    designs = list(dict.fromkeys((row.design, row.seeds) for row in rows))
+    by_scenario: dict[str, dict[tuple[str, int], str]] = {}
+    for row in rows:
+        by_scenario.setdefault(row.scenario, {})[row.design, row.seeds] = cell(row)
+    header = ["scenario", *(f"{design} {seeds}" for design, seeds in designs)]
+    return [header, *([name, *(cells[d] for d in designs)] for name, cells in by_scenario.items())]
+
+
+def _print_table(title: str, lines: list[list[str]], markdown: bool) -> None:
+    header, *body = lines
+    if markdown:
+        rule = ["---"] * len(header)
+        print(f"{title.capitalize()}:\n")
+        print("\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *body)), end="\n\n")
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for name in header:
+        table.add_column(name, justify="left" if name == "scenario" else "right")
+    for line in body:
+        table.add_row(*line)
+    console.out.print(table)
 
 
 def _sentences(rows: list[CalibrationRow], saving: dict[str, Any]) -> list[str]:
     worst = max(rows, key=lambda row: row.false_verdicts)
     return [
-        f"False helps or hurts: at most {worst.false_verdicts:.2%} of {worst.studies:,} studies "
-        f"({worst.scenario}, {worst.design}, {worst.seeds} seeds).",
+        f"False helps or hurts: at most {worst.false_verdicts:.2%} ± {2 * worst.standard_error:.2%} of "
+        f"{worst.studies:,} studies ({worst.scenario}, {worst.design}, {worst.seeds} seeds).",
         f"Adaptive seeds at an effect of {saving['effect_percent']:g}% with unknown noise: "
         f"{saving['adaptive_runs']:.0f} runs on average. A fixed design with the same error rates needs "
         f"{saving['fixed_seeds']:.0f} seeds: {saving['full_grid_runs']:.0f} runs with every init "
