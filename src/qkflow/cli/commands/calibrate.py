@@ -13,6 +13,7 @@ from qkflow.studies.calibration import (
     NULL_SCENARIOS,
     SEED_COUNTS,
     CalibrationRow,
+    DesignName,
     calibrate,
     effect_scenarios,
     noise_scenarios,
@@ -47,7 +48,7 @@ def calibrate_command(
 
     Args:
         studies: simulated studies per row.
-        seeds: numbers of seeds of the fixed designs, and most seeds of the adaptive ones (default: 3,5,10,20).
+        seeds: seeds of the fixed designs, and most seeds of the adaptive ones (default: 3,5,10,20).
         margin: margin of equivalence in percent of perplexity.
         saved: print the result that an earlier `qkflow calibrate --json` wrote to this file.
         json: print one JSON object with `rows` and `saving` instead of tables.
@@ -99,7 +100,8 @@ def _simulate(
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     scenarios = [*NULL_SCENARIOS, *effect_scenarios(), *noise_scenarios()]
-    designs = [("fixed", n) for n in counts] + [("adaptive", n) for n in counts if n > MIN_SEEDS_FOR_VERDICT]
+    designs: list[tuple[DesignName, int]] = [("fixed", n) for n in counts]
+    designs += [("adaptive", n) for n in counts if n > MIN_SEEDS_FOR_VERDICT]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     rows = []
     with Progress(*columns, console=console.err, transient=True) as progress:
