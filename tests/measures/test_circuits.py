@@ -11,9 +11,11 @@ from qkflow.measures.circuits import (
     attention_mass,
     attention_modules,
     circuit_metrics,
+    directionality_score,
     layer_circuits,
+    symmetry_score,
 )
-from qkflow.models import Decoder, ModelConfig
+from qkflow.models import Decoder, ModelConfig, preset
 
 BASE = {"vocab_size": 24, "n_layers": 2, "dim": 16, "n_heads": 4, "init": "fan_in"}
 
@@ -120,3 +122,23 @@ def test_attention_mass_on_selected_tokens() -> None:
         assert one.shape == (2, 4, 6)
         torch.testing.assert_close(one[:, :, 0], torch.ones(2, 4))  # the first query sees the first key only
         torch.testing.assert_close((one + other)[1, :, :4], torch.ones(4, 4))
+
+
+def test_symmetry_and_directionality_scores() -> None:
+    random = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    assert symmetry_score(random + random.mT) == pytest.approx(1)
+    assert symmetry_score(random - random.mT) == pytest.approx(-1)
+    assert abs(symmetry_score(random)) < 0.1
+    assert symmetry_score(torch.zeros(4, 4)) == 0
+    random[:, 3] *= 20
+    assert directionality_score(random) > 0.9
+    assert directionality_score(random.mT) < -0.9
+
+
+def test_symmetric_init_is_symmetric() -> None:
+    scores = {
+        init: circuit_metrics(Decoder(preset("tiny", init=init), seed=0))["qk_symmetry"][0]
+        for init in ("fan_in", "fan_in+symmetric=1", "fan_in+tied_qk", "fan_in+symmetric=-1")
+    }
+    assert scores["fan_in+tied_qk"] == pytest.approx(1)
+    assert scores["fan_in+symmetric=1"] > 0.4 > scores["fan_in"] > -0.4 > -scores["fan_in+symmetric=1"]

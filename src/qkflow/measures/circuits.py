@@ -7,6 +7,10 @@ largest         σ₁, the largest singular value
 rank            the stable rank Σσ²/σ₁²
 effective pace  (‖ΔQK‖/‖QK‖) / (‖ΔOV‖/‖OV‖), Δ the difference from the initial parameters of a circuit: the
                 ratio at which the circuits did change, independent of the learning rates
+symmetry        tr(A·A)/‖A‖² of A = Σ_h W_QK,h: 1 for a symmetric A, −1 for an antisymmetric one, 0 for a random
+                one (the score of Saponati et al. 2025, arXiv 2502.10927)
+directionality  (c − r)/(c + r), with c and r the sums of the norms of the columns and rows of A that exceed
+                their mean by two standard deviations (same source)
 balance         ‖Σ W_O,hᵀ·W_O,h − W_V·W_Vᵀ‖_F, summed over the heads that share a value head. Gradient flow of
                 a factorized circuit conserves this matrix; weight decay, Adam and large steps do not
 """
@@ -62,10 +66,39 @@ def circuit_metrics(model: nn.Module) -> dict[str, list[float]]:
         rows[f"{name}_scale"] = [float(sigma.norm(dim=-1).mean()) for sigma in values]
         rows[f"{name}_largest"] = [float(sigma[:, 0].mean()) for sigma in values]
         rows[f"{name}_rank"] = [float(_stable_rank(sigma).mean()) for sigma in values]
+    products = [qk_product(layer) for layer in attention_modules(model)]
+    rows["qk_symmetry"] = [symmetry_score(product) for product in products]
+    rows["qk_directionality"] = [directionality_score(product) for product in products]
     balances = [layer.balance for layer in circuits if layer.balance is not None]
     if balances and len(balances) == len(circuits):
         rows["ov_balance"] = [float(matrix.float().flatten(1).norm(dim=-1).mean()) for matrix in balances]
     return rows
+
+
+@torch.no_grad()
+def qk_product(layer: Attention) -> Tensor:
+    """Return A = Σ_h W_Q,hᵀ·W_K,h (C, C): the score of token x with token y is xᵀ·A·y before rotation."""
+    circuit = layer.qk
+    if isinstance(circuit, CollapsedQK):
+        return circuit.weight.float().sum(dim=0)
+    assert isinstance(circuit, FactorizedQK)
+    return circuit.q.weight.float().mT @ circuit.repeat_key_rows(circuit.k.weight).float()
+
+
+def symmetry_score(matrix: Tensor) -> float:
+    """Return tr(A·A)/‖A‖²; 0 for a matrix of zeros."""
+    size = float(matrix.square().sum())
+    return float((matrix * matrix.mT).sum()) / size if size else 0.0
+
+
+def directionality_score(matrix: Tensor, threshold: float = 2.0) -> float:
+    """Return the balance of outlying columns (positive) and rows (negative); 0 without outliers."""
+
+    def outlying(norms: Tensor) -> float:
+        return float(norms[norms > norms.mean() + threshold * norms.std()].sum())
+
+    columns, rows = outlying(matrix.norm(dim=0)), outlying(matrix.norm(dim=1))
+    return (columns - rows) / (columns + rows) if columns + rows else 0.0
 
 
 def _stable_rank(singular_values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from qkflow import files
 from qkflow.data import EvalWindows, TokenSet, TrainWindows, prepare
 from qkflow.errors import InputError
-from qkflow.measures.circuits import CircuitTracker, circuit_metrics
+from qkflow.measures.circuits import CircuitTracker
 from qkflow.measures.language import EvalResult, evaluate_loss
 from qkflow.models import Decoder
 from qkflow.models.cost import flops_per_token, parameters_by_role
@@ -269,6 +269,8 @@ class Trainer:
             loss=statistics.fmean(losses),
             lr=self.pending_log[-1][0],
             grad_norm=statistics.fmean(norms),
+            loss_max=max(losses),
+            grad_norm_max=max(norms),
             tokens_per_second=self.tokens / self.step * len(recent) / max(sum(recent), 1e-9),
         )
         self.pending_log = []
@@ -290,19 +292,11 @@ class Trainer:
         """Write attention and circuit metrics, measured on a fixed few windows."""
         if self.dist_context.is_sharded or not self.dist_context.is_main:  # FSDP cannot run in one process
             return
-        from qkflow.measures.attention import probe_attention, summarize_probe
-        from qkflow.measures.slow_path import slow_path_metrics
+        from qkflow.measures.probes import probe_metrics
 
         inputs, _ = next(iter(self.eval_windows))
         ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.dist_context.device)
-        decoder = self.stepper.decoder
-        self._write_metrics(
-            "probe",
-            **summarize_probe(probe_attention(decoder, ids)),
-            **circuit_metrics(decoder),
-            **self.circuit_tracker.metrics(decoder),
-            **slow_path_metrics(decoder, ids),
-        )
+        self._write_metrics("probe", **probe_metrics(self.stepper.decoder, ids, self.circuit_tracker))
 
     def _write_metrics(self, kind: str, **values: Any) -> None:
         if self.metrics is None:
