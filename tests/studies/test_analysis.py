@@ -154,7 +154,7 @@ def test_verdicts_are_corrected_for_all_tests() -> None:
     assert judged.difference.p < 0.05 < judged.p_holm
     assert judged.verdict == "undecided"
     assert judged.seeds_to_decide is not None
-    assert f"About {judged.seeds_to_decide - 3} more seed" in judged.sentence
+    assert f"a new study with {judged.seeds_to_decide} seeds" in judged.sentence
 
 
 def test_diverged_seed_disqualifies_an_init() -> None:
@@ -173,6 +173,35 @@ def test_diverged_seed_disqualifies_an_init() -> None:
     assert summary.runs.finished == 10
     assert [run.cell for run in summary.runs.failed] == ["standard@gpt2", "euler@fan_in"]
     assert any("standard@gpt2 seed 2: loss is not finite" in note for note in summary.notes)
+
+
+def test_failed_judged_runs_block_helps_and_equivalent() -> None:
+    config = replace(CONFIG, seeds=5, controls=(), inits=("gpt2",))
+    runs = [make_run("standard@gpt2", seed, 4.0 + 0.01 * seed) for seed in range(5)]
+    runs += [make_run("euler@gpt2", seed, 3.9 + 0.01 * seed + 1e-4 * seed**2) for seed in range(4)]
+    failed = replace(make_run("euler@gpt2", 4, 0.0), result={"status": "failed", "error": "loss is NaN"})
+    euler = get_arm(analyze(make_plan(config), [*runs, failed]), "euler")
+    assert euler.verdict == "no verdict"
+    assert "judged runs failed (seeds 4)" in euler.sentence
+    finished = make_run("euler@gpt2", 4, 3.94)
+    assert get_arm(analyze(make_plan(config), [*runs, finished]), "euler").verdict == "helps"
+    # not finished yet: a fixed study is looked at once
+    assert get_arm(analyze(make_plan(config), runs), "euler").verdict == "no verdict"
+
+
+def test_arm_in_the_pool_is_not_tested() -> None:
+    config = replace(CONFIG, inits=("gpt2", "gpt2+symmetric=1"), variants=("symmetric@gpt2",), controls=())
+    losses: dict[str, float | list[float]] = {"standard@gpt2": 4.0, "standard@gpt2+symmetric=1": 4.001}
+    assert get_arm(summarize(losses, config), "symmetric@gpt2").verdict == "reference"
+
+
+def test_controls_are_beaten_only_with_all_their_inits() -> None:
+    control: dict[str, float | list[float]] = {
+        "standard@gpt2+symmetric=1": [3.95, 4.0, 3.91],
+        "standard@fan_in+symmetric=1": [3.80, 4.4, 3.70],  # still in the race
+    }
+    euler = get_arm(summarize({**STANDARD, "euler@gpt2": 3.9, "euler@fan_in": 4.2, **control}), "euler")
+    assert euler.against_controls["symmetric"].verdict != "helps"
 
 
 def test_too_few_pairs_give_no_verdict_and_no_runs_no_reference() -> None:

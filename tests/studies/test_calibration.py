@@ -15,14 +15,14 @@ from qkflow.studies.calibration import (
     NULL_SCENARIOS,
     DesignName,
     Scenario,
-    arm_p_values,
     calibrate,
     choose_leaders,
     effect_scenarios,
+    judge_arms,
     runs_saved,
 )
 from qkflow.studies.design import SeedDesign
-from qkflow.studies.screening import CellData, differences, paired_losses, screen
+from qkflow.studies.screening import CellData, screen
 
 ROOT = Path(__file__).parents[2]
 STUDIES = 600
@@ -61,7 +61,7 @@ def test_simulated_p_values_are_those_of_a_real_study() -> None:
     losses = Scenario("", arms=2, init_gaps=(0.0, 0.004, 0.3)).draw(1, 3 + 6, np.random.default_rng(0))
     leaders, racing = choose_leaders(losses[..., :3], np.isfinite(losses[..., 0]))
     for design in (SeedDesign.fixed(margin=0.01), SeedDesign.adaptive(6, margin=0.01)):
-        simulated = arm_p_values(losses[..., 3:], leaders, racing, design)[:, 0, :, -1]
+        simulated = judge_arms(losses[..., 3:], leaders, racing, design)
         arms = [
             [
                 CellData(f"{a}@{c}", str(c), screened=dict(enumerate(x[:3])), judged=dict(enumerate(x[3:])))
@@ -71,12 +71,11 @@ def test_simulated_p_values_are_those_of_a_real_study() -> None:
         ]
         pool, *others = map(screen, arms)
         for arm, screening in enumerate(others):
-            found = design.difference(
-                *paired_losses(screening.leader.judged, pool.leader.judged),
-                leader=[-d for d in differences(pool.rivals, screening.leader)],
-                cells=differences(screening.rivals, pool.leader),
-            )
-            assert (found.p, found.p_equivalent) == pytest.approx(tuple(simulated[:, arm]))
+            tested = screening.difference(pool, design)
+            assert tested is not None
+            assert tested.p == pytest.approx(simulated.p[0, arm, -1])
+            assert tested.p_equivalent == pytest.approx(simulated.p_equivalent[0, arm, -1])
+            assert tested.direction == simulated.direction[0, arm, -1]
 
 
 def test_runs_saved() -> None:
@@ -90,7 +89,7 @@ def test_calibrate_command(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {"scenario", "seeds", "design", "false_verdicts", "power", "mean_runs"} <= rows[0].keys()
     assert {(row["design"], row["seeds"]) for row in rows} == {("fixed", 3), ("fixed", 5), ("adaptive", 5)}
-    dispatch(["calibrate", "--saved", str(ROOT / "docs/results/calibration.json")])
+    dispatch(["calibrate", "--saved", str(ROOT / "docs/results/calibration.json"), "--markdown"])
     text = capsys.readouterr().out
     assert "inits tied" in text
     assert "False helps or hurts: at most" in text

@@ -151,11 +151,26 @@ def test_adaptive_seeds_stop_at_their_maximum(tmp_path: Path) -> None:
     assert comparison.summary.power.seeds == 4
 
 
-@pytest.mark.parametrize("change", [{"seeds": 4}, {"seeds": "auto"}, {"margin": 2.0}, {"confidence": 0.9}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seeds": 4},
+        {"seeds": "auto"},
+        {"margin": 2.0},
+        {"confidence": 0.9},
+        {"verdict": False},
+        {"tune_lr": True},
+        {"baselines": "standard,uncoupled"},
+        {"inits": "gpt2"},
+        {"inits": "gpt2,fan_in,mimetic"},
+        {"variants": "standard,drift"},
+    ],
+)
 def test_plan_is_fixed_once_results_were_seen(comparison: Comparison, change: dict[str, Any]) -> None:
-    settings = {**SMALL_GRID, **TOY, **change}
+    variants = "standard,euler,broken@gpt2"
+    settings = {"variants": variants, **SMALL_GRID, **TOY, **change}
     with raises_code("plan-fixed"):
-        compare("toy text", variants="standard,euler", out=comparison.folder, **settings)
+        compare("toy text", out=comparison.folder, **settings)
 
 
 def test_noise_floor_and_added_arms(comparison: Comparison) -> None:
@@ -214,7 +229,7 @@ def test_arms_keep_the_time_they_were_added(tmp_path: Path, monkeypatch: pytest.
     for arm in values["arms"]:
         arm["added_at"] = values["created_at"]
     study.save(values)
-    compare("toy", variants="euler,drift", baselines="standard,uncoupled", out=tmp_path / "s", **settings)
+    compare("toy", variants="euler,drift", out=tmp_path / "s", **settings)
     plan = StudyPlan.load(study)
     assert plan.created_at == "2026-01-01T00:00:00+00:00"
     pool, euler, drift = plan.arms
@@ -263,7 +278,8 @@ def test_minutes_are_converted_to_tokens(tmp_path: Path) -> None:
         result = {"status": "finished", "step_seconds": 0.5, "flops_per_token": 1.0}
         study_dir.run_dir(run.id).write_config(run.config)
         (study_dir.run_dir(run.id).path / "result.json").write_text(json.dumps(result))
-    StudyPlan(config, "", (), {}, jobs=2, runs=()).save(study_dir)
+    arms = tuple(arm.plan() for arm in grid.arms)
+    StudyPlan(config, "", arms, {}, jobs=2, runs=()).save(study_dir)
     comparison = compare("toy", out=tmp_path / "s", **settings, jobs=2)
     assert {row["variant"]: row["tokens"] for row in comparison.rows} == {"standard": 768, "euler": 768}
     assert study_dir.load()["budgets"] == {"standard": 24 * 32, "euler": 24 * 32}
@@ -340,6 +356,11 @@ def _without(key: str, part: str | None = None) -> Callable[[Study], Study]:
         (lambda study: {**study, "config": 5}, "config"),
         (lambda study: {**study, "runs": [5]}, "runs"),
         (lambda study: {**study, "config": {**study["config"], "confidence": "x"}}, "confidence"),
+        (lambda study: {**study, "config": {**study["config"], "confidence": 2.0}}, "confidence"),
+        (lambda study: {**study, "config": {**study["config"], "margin": float("nan")}}, "margin"),
+        (lambda study: {**study, "arms": []}, "reference"),
+        (lambda study: {**study, "arms": study["arms"][1:]}, "reference"),
+        (lambda study: {**study, "arms": [{**arm, "cells": []} for arm in study["arms"]]}, "cells"),
         (lambda study: {**study, "config": {**study["config"], "starts": ["gpt2"]}}, "config.inits"),
     ],
 )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qkflow.studies.design import SeedDesign, Verdict, decide, decide_one, in_the_race
+from qkflow.studies.design import SeedDesign, TestResult, decide, in_the_race
 from qkflow.studies.stats import paired_difference
 
 RNG = np.random.default_rng(0)
@@ -54,19 +54,26 @@ def test_equivalence_needs_both_bounds() -> None:
 
 
 def test_decide() -> None:
-    p = np.asarray([0.01, 0.01, 0.2, 0.2, 0.01])
-    equivalent = np.asarray([1.0, 1.0, 0.01, 0.2, 0.01])
+    tested = TestResult(
+        p=np.asarray([0.01, 0.01, 0.2, 0.2, 0.01]),
+        direction=np.asarray([-1, 1, 1, -1, -1]),
+        p_equivalent=np.asarray([1.0, 1.0, 0.01, 0.2, 0.01]),
+    )
     mean = np.asarray([-1.0, 1.0, 0.0, 0.0, -0.001])
-    assert decide(p, equivalent, mean, 0.05).tolist() == [
-        "helps",
-        "hurts",
-        "equivalent",
-        "undecided",
-        "helps",
-    ]
-    assert decide_one(0.01, None, -1.0, 2, 0.05) == Verdict.NO_VERDICT
-    assert decide_one(None, None, -1.0, 5, 0.05) == Verdict.NO_VERDICT
-    assert decide_one(0.5, None, -1.0, 5, 0.05) == Verdict.UNDECIDED
+    assert decide(tested, mean, FIXED).tolist() == ["helps", "hurts", "equivalent", "undecided", "helps"]
+
+
+def test_verdict_of_an_earlier_look_must_agree_with_all_seeds() -> None:
+    tested = TestResult(np.asarray([0.01, 0.5]), np.asarray([-1, 1]), np.asarray([1.0, 0.01]))
+    assert decide(tested, np.asarray([0.02, 0.02]), FIXED).tolist() == ["undecided", "undecided"]
+
+
+def test_equivalence_holds_at_one_look_not_by_halves() -> None:
+    """Above −δ is clear at three seeds, below δ only later: no look shows both."""
+    d = np.asarray([0.02, 0.021, 0.019, -0.03, -0.031, -0.029, -0.03, -0.031])
+    design = SeedDesign.adaptive(8, margin=0.01)
+    result = design.difference(d, np.zeros(8))
+    assert result.p_equivalent > 0.3
 
 
 def test_only_clearly_worse_cells_are_retired() -> None:

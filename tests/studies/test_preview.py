@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,49 @@ def test_bad_settings_are_refused_as_in_a_real_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with raises_code("folder-not-empty"):
         preview(out=tmp_path)
+
+
+def test_adaptive_seeds_and_power_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--variants",
+        "euler",
+        "--controls",
+        "none",
+        "--seeds",
+        "auto",
+        "--max-seeds",
+        "8",
+        "--dry-run",
+    ]
+    assert main.dispatch(["compare", *options]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "arms that are decided get no more seeds" in text
+    assert "With 8 seeds and 1 comparison, 80% power needs a difference of" in text
+    with raises_code("not-a-study"):
+        main.dispatch(["compare", *options, "--pilot", "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"variants": "standard{train.batch_size=0}"}, "invalid-batch-size"),
+        ({"variants": "standard{model.dim=100000000000}"}, "bad-model-size"),
+        ({"variants": "standard{model.n_layers=1000000}"}, "bad-model-size"),
+        ({"variants": "standard{train.lr=0}"}, "not-positive"),
+        ({"variants": "standard{train.final_eval_tokens=3}"}, "key-set-by-study"),
+        (
+            {"variants": "standard{attention.circuit=CAFO,attention.rope=false}@fan_in+tied_qk"},
+            "init-needs-factorized",
+        ),
+        ({"max_seeds": 2}, "invalid-max-seeds"),
+        ({"seeds": "1e3"}, "invalid-seeds"),
+        ({"margin": float("nan")}, "invalid-margin"),
+    ],
+)
+def test_studies_that_cannot_run_are_refused(settings: dict[str, Any], code: str) -> None:
+    with raises_code(code) as error:
+        preview(**settings)
+    assert "\n" not in str(error.value)
 
 
 def test_run_count_names_runs_and_hours() -> None:

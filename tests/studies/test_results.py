@@ -27,7 +27,7 @@ from qkflow.studies.results import (
 from qkflow.studies.stats import PairedDifference, VarianceRatio
 
 NUMBERS = {"mean": -0.1, "low": -0.2, "high": 0.0, "bootstrap_low": -0.15, "bootstrap_high": -0.05, "p": 0.04}
-TESTS = {"sd": 0.1, "p_equivalent": 0.5}
+TESTS = {"sd": 0.1, "direction": -1, "p_equivalent": 0.5}
 PAIRED = {*NUMBERS, *TESTS, "pairs", "percent"}
 PLAIN = PairedDifference(**NUMBERS, **TESTS, pairs=3)
 CORRECTED = CorrectedDifference(**NUMBERS, **TESTS, pairs=3, p_holm=0.08, p_equivalent_holm=0.9)
@@ -94,9 +94,9 @@ def test_summary_json_keys() -> None:
     }  # fmt: skip
     arm = values["variants"][0]
     assert set(arm) == {
-        "variant", "role", "best_init", "cell", "seeds", "lr", "loss", "loss_by_seed", "perplexity",
-        "bits_per_byte", "tokens", "flops", "seconds", "step_seconds", "peak_memory_bytes", "parameters",
-        "tokens_to_target", "seconds_to_target", "step_time_ratio", "by_init", "difference",
+        "variant", "role", "best_init", "cell", "seeds", "lr", "loss", "loss_by_seed", "failed_seeds",
+        "perplexity", "bits_per_byte", "tokens", "flops", "seconds", "step_seconds", "peak_memory_bytes",
+        "parameters", "tokens_to_target", "seconds_to_target", "step_time_ratio", "by_init", "difference",
         "seed_variance_ratio", "blocked", "seeds_to_decide", "verdict", "against_controls", "sentence",
     }  # fmt: skip
     assert set(arm["difference"]) == {*PAIRED, "p_holm", "p_equivalent_holm"}

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import numpy as np
-
-from qkflow.studies.screening import CellData, differences, paired_losses, screen
+from qkflow.studies.design import SeedDesign
+from qkflow.studies.screening import CellData, Screening, paired_losses, screen
 
 
 def cell(name: str, screened: list[float], judged: list[float] | None = None) -> CellData:
@@ -21,7 +20,7 @@ def test_clearly_worse_and_diverged_cells_are_retired() -> None:
     diverged = cell("d", [3.0, 3.1])
     screening = screen([worse, close, diverged, leader])
     assert screening.racing == (leader, close)
-    assert screening.rivals == (close,)
+    assert screening.rivals == [close]
 
 
 def test_without_screening_all_cells_stay() -> None:
@@ -31,5 +30,28 @@ def test_without_screening_all_cells_stay() -> None:
 
 def test_pairs_have_common_seeds_in_order() -> None:
     assert paired_losses({2: 0.2, 0: 0.0, 5: 0.5}, {5: 1.5, 2: 1.2}) == ([0.2, 0.5], [1.2, 1.5])
-    (d,) = differences([cell("a", [], [4.0, 4.5]), cell("b", [])], cell("r", [], [3.0, 3.0, 3.0]))
-    assert np.allclose(d, [1.0, 1.5])
+
+
+def race(*cells: CellData) -> Screening:
+    return Screening(cells[0], cells)
+
+
+LOW, HIGH = [3.0, 3.11, 3.2, 3.31], [4.0, 4.1, 4.2, 4.3]
+DESIGN = SeedDesign.fixed(margin=0.01)
+
+
+def test_rivals_count_on_both_sides() -> None:
+    low, high, rival = cell("low", [], LOW), cell("high", [], HIGH), cell("rival", [], LOW)
+    assert race(low).difference(race(high), DESIGN).p < 0.001
+    assert race(low).difference(race(high, rival), DESIGN).p > 0.5  # does not beat every baseline
+    assert race(high, rival).difference(race(low), DESIGN).p > 0.5  # is not worse with every init
+    assert race(cell("none", [])).difference(race(low), DESIGN) is None
+
+
+def test_rival_without_runs_gives_no_p_and_a_failed_one_is_out() -> None:
+    low, high, empty = cell("low", [], LOW), cell("high", [], HIGH), cell("rival", [])
+    assert race(low).difference(race(high, empty), DESIGN).p is None
+    assert not race(high, empty).has_ended(4)
+    empty.failed = {0}
+    assert race(low).difference(race(high, empty), DESIGN).p < 0.001
+    assert race(high, empty).has_ended(4)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from qkflow.studies.config import ComparisonConfig
-from qkflow.studies.design import SeedDesign, Verdict
+from qkflow.studies.design import Verdict
 from qkflow.studies.results import ArmSummary, CorrectedDifference
+from qkflow.studies.screening import CellData, Screening
 from qkflow.studies.sentences import format_p_value, interval_phrase, percent_phrase
 from qkflow.studies.stats import PairedDifference
 from qkflow.studies.verdicts import correct_family, decide_verdict, judge
@@ -17,7 +18,9 @@ def difference(mean: float = -0.1, p: float | None = 0.01, pairs: int = 3) -> Pa
 
 
 def corrected(mean: float, p_holm: float | None, pairs: int = 3) -> CorrectedDifference:
-    return CorrectedDifference(mean, mean - 0.05, mean + 0.05, mean, mean, p_holm, pairs, p_holm=p_holm)
+    direction = -1 if mean < 0 else 1
+    interval = (mean - 0.05, mean + 0.05, mean, mean)
+    return CorrectedDifference(mean, *interval, p_holm, pairs, direction=direction, p_holm=p_holm)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ def corrected(mean: float, p_holm: float | None, pairs: int = 3) -> CorrectedDif
     ],
 )
 def test_decide_verdict(tested: PairedDifference | None, verdict: Verdict) -> None:
-    assert decide_verdict(tested, 0.95) == verdict
+    assert decide_verdict(tested, 0.95, margin=0.01) == verdict
 
 
 def test_correct_family_skips_missing_differences() -> None:
@@ -43,11 +46,17 @@ def test_correct_family_skips_missing_differences() -> None:
     assert {name: tested.p_holm for name, tested in family.items()} == pytest.approx({"a": 0.02, "c": 0.03})
 
 
+def test_planned_tests_without_p_count_in_the_correction() -> None:
+    assert correct_family({"a": difference(p=0.01)}, planned=3)["a"].p_holm == pytest.approx(0.03)
+
+
 def test_judge_without_verdicts_still_corrects() -> None:
     reference = ArmSummary("standard", "reference", "gpt2", "standard@gpt2")
     euler = ArmSummary("euler", "variant", "gpt2", "euler@gpt2", difference=difference())
     config = ComparisonConfig(verdict=False)
-    first, second = judge([reference, euler], config, SeedDesign.fixed())
+    cells = {name: CellData(f"{name}@gpt2", "gpt2") for name in ("standard", "euler")}
+    races = {name: Screening(cell, (cell,)) for name, cell in cells.items()}
+    first, second = judge([reference, euler], races, races["standard"], config)
     assert (first.verdict, second.verdict) == (Verdict.REFERENCE, Verdict.NO_VERDICT)
     assert second.p_holm == 0.01
     assert "no verdict requested" in second.sentence

@@ -41,6 +41,8 @@ def options_from(
                     continue
                 default = None if field.name in unset else _default(field)
                 hints[field.name] = _option_type(field_types[field.name], default)
+                if hints[field.name] is str and isinstance(default, int):  # a number or a word, as in --seeds
+                    default = str(default)
                 if field.name in as_text:
                     hints[field.name] = str | None
                 if default is inspect.Parameter.empty:
@@ -83,6 +85,6 @@ def _option_type(hint: Any, default: Any) -> Any:
     kind = next(kind for kind in kinds if kind is not type(None))
     if get_origin(kind) is tuple:
         kind = tuple[str, ...]
-    if get_origin(kind) is Literal:
+    if any(get_origin(each) is Literal for each in kinds):
         kind = str
     return kind | None if default is None else kind

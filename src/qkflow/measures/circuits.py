@@ -7,8 +7,8 @@ largest         σ₁, the largest singular value
 rank            the stable rank Σσ²/σ₁²
 effective pace  (‖ΔQK‖/‖QK‖) / (‖ΔOV‖/‖OV‖), Δ the difference from the initial parameters of a circuit: the
                 ratio at which the circuits did change, independent of the learning rates
-symmetry        tr(A·A)/‖A‖² of A = Σ_h W_QK,h: 1 for a symmetric A, −1 for an antisymmetric one, 0 for a random
-                one (the score of Saponati et al. 2025, arXiv 2502.10927)
+symmetry        tr(A·A)/‖A‖² of A = Σ_h W_QK,h: 1 if A is symmetric, −1 if antisymmetric, about 0 if random
+                (the score of Saponati et al. 2025, arXiv 2502.10927)
 directionality  (c − r)/(c + r), with c and r the sums of the norms of the columns and rows of A that exceed
                 their mean by two standard deviations (same source)
 balance         ‖Σ W_O,hᵀ·W_O,h − W_V·W_Vᵀ‖_F, summed over the heads that share a value head. Gradient flow of

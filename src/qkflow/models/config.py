@@ -14,6 +14,18 @@ from qkflow.models.slow_path.config import SlowPathConfig
 FeedForwardKind = Literal["swiglu", "gelu"]
 
 
+# Beyond any model: a typo must not build layers for hours or overflow the size of a tensor.
+_LARGEST = {
+    "vocab_size": 10**8,
+    "n_layers": 10**4,
+    "dim": 10**6,
+    "n_heads": 10**5,
+    "n_kv_heads": 10**5,
+    "head_dim": 10**5,
+    "hidden_dim": 10**7,
+}
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Options of `Attention`, the same for every layer."""
@@ -53,10 +65,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.feed_forward not in get_args(FeedForwardKind):
             raise unknown("feed-forward", self.feed_forward, get_args(FeedForwardKind))
-        for name in ("vocab_size", "n_layers", "dim", "n_heads", "n_kv_heads", "head_dim", "hidden_dim"):
+        for name, most in _LARGEST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"model.{name} must be at least 1, not {value}", code="bad-model-size")
+            if value is not None and not 1 <= value <= most:
+                raise InputError(
+                    f"model.{name} must be between 1 and {most}, not {value}", code="bad-model-size"
+                )
         if not 0 < self.norm_eps < float("inf"):
             raise InputError(f"model.norm_eps must be above zero, not {self.norm_eps}", code="bad-norm-eps")
         if self.logit_softcap is not None and not 0 < self.logit_softcap < float("inf"):

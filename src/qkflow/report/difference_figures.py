@@ -27,7 +27,7 @@ def differences_figure(summary: StudySummary) -> Figure | None:
             names.append(arm.variant)
     if not names:
         return None
-    figure = _rows_figure(traces, names, row_height=62)
+    figure = _rows_figure(traces, names, row_height=62, metric=summary.metric)
     if summary.noise_floor:
         figure["layout"]["shapes"] = [_noise_band(summary.noise_floor.difference)]
     return figure
@@ -82,7 +82,7 @@ def learning_rate_figure(summary: StudySummary) -> Figure | None:
 
 
 def same_init_figure(summary: StudySummary) -> Figure | None:
-    """Draw every variant with every init against the standard model with the same init."""
+    """Draw every variant with every init against the baseline with the same init."""
     styles, traces = variant_styles(summary), []
     names: list[str] = []
     for arm in reversed(summary.variants):
@@ -93,11 +93,11 @@ def same_init_figure(summary: StudySummary) -> Figure | None:
                 trace = _interval_trace(init.same_init_difference, len(names), color, name, emphasized=False)
                 traces.append(trace)
                 names.append(name)
-    return _rows_figure(traces, names, row_height=34) if names else None
+    return _rows_figure(traces, names, row_height=34, metric=summary.metric) if names else None
 
 
-def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int) -> Figure:
-    layout = base_layout("perplexity, % (left is better)")
+def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int, metric: str) -> Figure:
+    layout = base_layout(f"{metric}, % (left is better)")
     layout["xaxis"] |= {"zeroline": True, "ticksuffix": "%"}
     layout["yaxis"] |= {
         "tickmode": "array",

@@ -75,7 +75,7 @@ def _build_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, 
     figures_by_name = {
         "differences": difference_figures.differences_figure(summary),
         "same-init": difference_figures.same_init_figure(summary),
-        "gap": figures.perplexity_gap_figure(summary, runs),
+        "gap": figures.perplexity_gap_figure(summary, runs) if summary.metric == "perplexity" else None,
         "loss-tokens": figures.loss_curve_figure(summary, runs, "tokens"),
         "loss-seconds": figures.loss_curve_figure(summary, runs, "seconds"),
         "learning-rates": difference_figures.learning_rate_figure(summary),

@@ -29,7 +29,7 @@ from qkflow.studies.results import (
     StudySummary,
 )
 from qkflow.studies.run_data import RunData, mean_finite, model_name, model_throughputs
-from qkflow.studies.screening import CellData, Screening, differences, paired_losses, screen
+from qkflow.studies.screening import CellData, Screening, paired_losses, screen
 from qkflow.studies.stats import first_crossing, mean_curve, paired_difference, variance_ratio
 
 JUDGED_PHASES = ("screen", "compare", "noise")
@@ -51,17 +51,19 @@ def analyze(plan: StudyPlan, runs: Sequence[RunData], pilot_sd: float | None = N
             runs_by_cell.setdefault(run.cell, {})[run.seed] = run
     pool = screen(cells_by_arm[0])
     speeds = model_throughputs(judged)
-    arms = []
+    arms, races = [], {}
     for arm, cells in zip(plan.arms, cells_by_arm, strict=True):
-        screening = screen(cells)
+        screening = races[arm.name] = screen(cells)
         leader_runs = runs_by_cell.get(screening.leader.name, {})
         result = _arm_summary(arm, cells, screening, cells_by_name, leader_runs, design)
         if arm.role != "reference":
             reference_runs = runs_by_cell.get(pool.leader.name, {})
-            result = _compare_to_reference(result, screening, pool, design)
-            result = _cost_to_target(result, leader_runs, reference_runs, speeds)
+            result = _compare_to_reference(result, screening, pool, config)
+            result = _cost_to_target(result, leader_runs, reference_runs, speeds, metric)
         arms.append(result)
-    first, *variants = verdicts.judge(_with_blocked(arms, config.confidence), config, design, metric)
+    if not design.looks:
+        arms = _with_blocked(arms, config.confidence)
+    first, *variants = verdicts.judge(arms, races, pool, config, metric)
     summary = StudySummary(
         config=config,
         command=plan.command,
@@ -96,9 +98,20 @@ def _cell_data(arm: PlannedArm, runs: Sequence[RunData], metric: Metric) -> list
             {seed: score for at, seed, score in scores if at == phase and score is not None}
             for phase in ("screen", "compare")
         )
-        lr = next((run.lr for run in own if run.phase in ("screen", "compare")), None)
-        baseline = planned.same_init_baseline
-        cells.append(CellData(planned.name, planned.init, baseline, planned.variant, lr, screened, judged))
+        shown = [run for run in own if run.phase == ("screen" if screened else "compare")]
+        cells.append(
+            CellData(
+                planned.name,
+                planned.init,
+                planned.same_init_baseline,
+                planned.variant,
+                lr=next((run.lr for run in own if run.phase in ("screen", "compare")), None),
+                screened=screened,
+                judged=judged,
+                failed={run.seed for run in own if run.phase == "compare" and run.status == "failed"},
+                loss=mean_finite([run.loss for run in shown]),
+            )
+        )
     return cells
 
 
@@ -134,6 +147,7 @@ def _arm_summary(
         lr=finished[0].lr if finished else None,
         loss=loss,
         loss_by_seed=tuple(leader.judged[seed] for seed in sorted(leader.judged)),
+        failed_seeds=tuple(sorted(leader.failed)),
         perplexity=None if loss is None else perplexity(loss),
         bits_per_byte=mean_finite([result.get("bits_per_byte") for result in results]),
         cost=cost,
@@ -147,42 +161,40 @@ def _arm_summary(
 def _init_summary(
     cell: CellData, baseline: CellData | None, in_race: bool, design: SeedDesign
 ) -> InitSummary:
-    """Summarize one init on its screening seeds (else judged ones), against standard with the same init."""
-    losses = cell.screened or cell.judged
-    loss = mean_finite(list(losses.values()))
+    """Summarize one init on its screening seeds (else judged ones), against its baseline of the same init."""
     difference = None
     if baseline is not None and baseline.name != cell.name:
-        pair = paired_losses(losses, baseline.screened or baseline.judged)
+        both_screened = cell.screened and baseline.screened
+        pair = paired_losses(
+            *((each.screened if both_screened else each.judged) for each in (cell, baseline))
+        )
         difference = paired_difference(*pair, design.confidence) if pair[0] else None
     return InitSummary(
         init=cell.init,
         cell=cell.name,
         against=cell.same_init_baseline,
-        seeds=tuple(sorted(losses)),
+        seeds=tuple(sorted(cell.screened or cell.judged)),
         lr=cell.lr,
-        loss=loss,
-        perplexity=None if loss is None else perplexity(loss),
+        loss=cell.loss,
+        perplexity=None if cell.loss is None else perplexity(cell.loss),
         same_init_difference=difference,
         in_race=in_race,
     )
 
 
 def _compare_to_reference(
-    arm: ArmSummary, screening: Screening, pool: Screening, design: SeedDesign
+    arm: ArmSummary, screening: Screening, pool: Screening, config: ComparisonConfig
 ) -> ArmSummary:
-    """Add the difference of the leaders, with p-values that hold for all cells in the race."""
-    pair = paired_losses(screening.leader.judged, pool.leader.judged)
-    if not pair[0]:
+    """Add the difference to the reference. A fixed design has no p-value before all its runs have ended."""
+    design = config.seed_design()
+    difference = screening.difference(pool, design)
+    if difference is None:
         return arm
-    own = {cell.name for cell in screening.racing}
-    rivals = [cell for cell in pool.rivals if cell.name not in own]
-    difference = design.difference(
-        *pair,
-        leader=[-d for d in differences(rivals, screening.leader)],
-        cells=differences(screening.rivals, pool.leader),
-    )
-    ratio = variance_ratio(*pair, design.confidence)
-    return replace(arm, difference=difference, seed_variance_ratio=ratio)
+    has_ended = screening.has_ended(config.n_seeds) and pool.has_ended(config.n_seeds)
+    if not design.looks and not has_ended:
+        difference = replace(difference, p=None, p_equivalent=None)
+    pair = paired_losses(screening.leader.judged, pool.leader.judged)
+    return replace(arm, difference=difference, seed_variance_ratio=variance_ratio(*pair, design.confidence))
 
 
 def _cost_to_target(
@@ -190,14 +202,18 @@ def _cost_to_target(
     runs: Mapping[int, RunData],
     reference_runs: Mapping[int, RunData],
     throughputs: Mapping[str, float],
+    metric: Metric,
 ) -> ArmSummary:
-    """Add the cost of reaching the reference's final loss, from the mean curves of common seeds."""
+    """Add the cost of reaching the reference's final loss, from the mean curves of common seeds.
+
+    Losses per token of different tokenizers cannot be compared, so bits per byte have no such target.
+    """
     seeds = sorted(runs.keys() & reference_runs.keys())
     if not seeds:
         return arm
     curve = mean_curve([runs[seed].curve() for seed in seeds])
     reference_curve = mean_curve([reference_runs[seed].curve() for seed in seeds])
-    tokens = _relative_tokens_to_target(curve, reference_curve)
+    tokens = _relative_tokens_to_target(curve, reference_curve) if metric == "perplexity" else None
     models = (model_name(each[seeds[0]].cell) for each in (runs, reference_runs))
     speed, reference_speed = (throughputs.get(model) for model in models)
     ratio = reference_speed / speed if speed and reference_speed else None

@@ -15,7 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qkflow.studies.design import DECIDED, SCREENING_SEEDS, Array, SeedDesign, Verdict, decide, in_the_race
+from qkflow.studies.design import (
+    DECIDED,
+    SCREENING_SEEDS,
+    Array,
+    SeedDesign,
+    TestResult,
+    Verdict,
+    decide,
+    in_the_race,
+)
 from qkflow.studies.stats import holm
 
 DesignName = Literal["fixed", "adaptive"]
@@ -196,8 +205,8 @@ def _simulate(
     runs = screening * exists.sum(axis=(1, 2)).astype(float)
     verdicts = np.full((studies, scenario.arms), Verdict.UNDECIDED.value, dtype="<U12")
     arm_seeds = np.zeros((studies, scenario.arms))
-    p_final = np.ones((2, studies, scenario.arms))
-    by_look = arm_p_values(judged, leaders, racing, design)
+    last = TestResult(*(np.ones((studies, scenario.arms)) for _ in range(3)))
+    by_look = judge_arms(judged, leaders, racing, design)
     before = 0
     for look, n in enumerate(design.looks or (seeds,)):
         open_arms = ~np.isin(verdicts, DECIDED)
@@ -206,9 +215,13 @@ def _simulate(
         # one more run per seed than the cells in the race: the noise floor
         runs += (n - before) * np.where(active, cells + racing[:, 0].sum(axis=1) + 1, 0)
         arm_seeds += (n - before) * open_arms
-        p_final = np.where(open_arms, by_look[..., look], p_final)
-        mean = _mean_differences(judged[..., :n], leaders)
-        decided = decide(holm(p_final[0]), holm(p_final[1]), mean, design.level)
+        last = TestResult(
+            np.where(open_arms, by_look.p[..., look], last.p),
+            np.where(open_arms, by_look.direction[..., look], last.direction),
+            np.where(open_arms, by_look.p_equivalent[..., look], last.p_equivalent),
+        )
+        corrected = replace(last, p=holm(last.p), p_equivalent=holm(last.p_equivalent))
+        decided = decide(corrected, _mean_differences(judged[..., :n], leaders), design)
         verdicts = np.where(open_arms, decided, verdicts)
         before = n
     _count(scenario, design, verdicts, arm_seeds, runs, tally)
@@ -222,17 +235,15 @@ def choose_leaders(screened: Array, exists: Array) -> tuple[Array, Array]:
     return leaders, exists & in_the_race(best, finite)
 
 
-def arm_p_values(judged: Array, leaders: Array, racing: Array, design: SeedDesign) -> Array:
-    """Return p of a difference and of equivalence of every arm after every look: (2, S, arms, K)."""
+def judge_arms(judged: Array, leaders: Array, racing: Array, design: SeedDesign) -> TestResult:
+    """Test every arm after every look: (S, arms, K)."""
     lead = np.take_along_axis(judged, leaders[..., None, None], axis=2)[:, :, 0]  # (S, A, n)
     # A cell out of the race is replaced by the leader of its arm, whose test counts anyway.
     inside = np.where(racing[..., None], judged, lead[:, :, None])
     against_pool = lead[:, 1:, None] - inside[:, :1]  # (S, arms, pool, n)
     against_leader = inside[:, 1:] - lead[:, :1, None]  # (S, arms, cells, n)
     cells = range(judged.shape[2])
-    return np.stack(
-        design.test([against_pool[:, :, c] for c in cells], [against_leader[:, :, c] for c in cells])
-    )
+    return design.test([against_pool[:, :, c] for c in cells], [against_leader[:, :, c] for c in cells])
 
 
 def _mean_differences(judged: Array, leaders: Array) -> Array:

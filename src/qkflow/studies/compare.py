@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qkflow.data import EvalWindows, TrainWindows, prepare
-from qkflow.errors import InputError
+from qkflow.errors import InputError, join_limited
 from qkflow.studies.analysis import analyze
 from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
 from qkflow.studies.finetune.study import WORKER_MODULE as FINETUNE_WORKER
@@ -21,7 +21,7 @@ from qkflow.studies.grid import (
     check_models,
 )
 from qkflow.studies.phases import StudyRunner
-from qkflow.studies.plan import StudyPlan
+from qkflow.studies.plan import PlannedArm, StudyPlan
 from qkflow.studies.results import StudySummary
 from qkflow.studies.run_data import RunData, load_runs
 from qkflow.studies.runner.engines import ENGINES
@@ -33,7 +33,7 @@ from qkflow.system import resolve_device
 if TYPE_CHECKING:
     import pandas
 
-# One folder holds one comparison with these options; variants, baselines, inits and tuning may be extended.
+# One folder holds one comparison with these options.
 _FIXED_PER_STUDY = (
     "data",
     "preset",
@@ -49,7 +49,7 @@ _FIXED_PER_STUDY = (
     "device",
 )
 # Changing these after a look at the results would raise the rate of false verdicts.
-_FIXED_BY_VERDICTS = ("seeds", "max_seeds", "margin", "confidence")
+_FIXED_BY_RESULTS = ("verdict", "seeds", "max_seeds", "margin", "confidence", "tune_lr", "lr_factors")
 
 PrepareDataFn = Callable[[ComparisonConfig], Mapping[str, Any]]
 
@@ -142,7 +142,11 @@ def plan_study(
         check_models(grid)
     study_dir = StudyDir(Path(out) if out else config.default_folder())
     study_dir.check_usable()
-    _check_compatible(config, study_dir)
+    if study_dir.exists:
+        earlier = StudyPlan.load(study_dir)
+        _check_compatible(config, earlier.config, study_dir)
+        if any(run.phase == "compare" and study_dir.run_dir(run.id).is_finished for run in earlier.runs):
+            _check_plan_is_kept(grid, earlier, study_dir)
     return grid, study_dir
 
 
@@ -161,7 +165,13 @@ def read_pilot_sd(folder: str | None) -> float | None:
     study_dir = StudyDir(Path(folder))
     plan = StudyPlan.load(study_dir)
     power = analyze(plan, load_runs(study_dir, plan)).power
-    return None if power is None else power.sd
+    if power is None or power.sd is None:
+        raise InputError(
+            f"--pilot {folder} has no judged pairs of runs to take the noise from: use a finished comparison "
+            "with verdicts",
+            code="pilot-without-noise",
+        )
+    return power.sd
 
 
 def prepare_corpus(config: ComparisonConfig) -> dict[str, Any]:
@@ -187,10 +197,7 @@ def _config_per_tokenizer(grid: Grid) -> list[ComparisonConfig]:
     return configs
 
 
-def _check_compatible(config: ComparisonConfig, study_dir: StudyDir) -> None:
-    if not study_dir.exists:
-        return
-    earlier = StudyPlan.load(study_dir).config
+def _check_compatible(config: ComparisonConfig, earlier: ComparisonConfig, study_dir: StudyDir) -> None:
     for name in _FIXED_PER_STUDY:
         before, now = getattr(earlier, name), getattr(config, name)
         if before != now:
@@ -198,14 +205,33 @@ def _check_compatible(config: ComparisonConfig, study_dir: StudyDir) -> None:
                 f"{study_dir.path} holds a comparison with {name} {before}, not {now}: use another --out",
                 code="other-study",
             )
-    if not (earlier.verdict and config.verdict):
-        return
-    for name in _FIXED_BY_VERDICTS:
-        before, now = getattr(earlier, name), getattr(config, name)
+
+
+def _check_plan_is_kept(grid: Grid, earlier: StudyPlan, study_dir: StudyDir) -> None:
+    """Raise InputError for a change of the plan after judged runs; only variants may be added."""
+    change = next(_plan_changes(grid, earlier), None)
+    if change is not None:
+        raise InputError(
+            f"{study_dir.path} has results, and {change}: a plan that changes after a look at the results "
+            "makes false verdicts more frequent. Use another --out; --seeds auto adds seeds as needed",
+            code="plan-fixed",
+        )
+
+
+def _plan_changes(grid: Grid, earlier: StudyPlan) -> Iterator[str]:
+    for name in _FIXED_BY_RESULTS:
+        before, now = getattr(earlier.config, name), getattr(grid.config, name)
         if before != now:
-            raise InputError(
-                f"{study_dir.path} was planned with --{name.replace('_', '-')} {before}, not {now}: changing "
-                "it after a look at the results makes false verdicts more frequent. Use another --out, with "
-                "--seeds auto to add seeds as needed, or --no-verdict for the numbers alone",
-                code="plan-fixed",
-            )
+            yield f"--{name.replace('_', '-')} was {before}, not {now}"
+    cells = {_arm_key(arm): {cell.name for cell in arm.cells} for arm in (a.plan() for a in grid.arms)}
+    for arm in earlier.arms:
+        before_cells, now_cells = {cell.name for cell in arm.cells}, cells.get(_arm_key(arm), set())
+        subject = "the pool of baselines" if arm.role == "reference" else arm.name
+        if added := sorted(now_cells - before_cells):
+            yield f"{subject} would get {join_limited(added)}"
+        if removed := sorted(before_cells - now_cells):
+            yield f"{subject} would lose {join_limited(removed)}"
+
+
+def _arm_key(arm: PlannedArm) -> str:
+    return "" if arm.role == "reference" else arm.name

@@ -170,12 +170,6 @@ class ComparisonConfig:
                     "--seeds auto adds seeds until verdicts are decided: with --no-verdict, give a number",
                     code="auto-seeds-without-verdict",
                 )
-            if not MIN_SEEDS_FOR_VERDICT <= self.max_seeds <= MAX_SEEDS:
-                raise InputError(
-                    f"--max-seeds must be between {MIN_SEEDS_FOR_VERDICT} and {MAX_SEEDS}, got "
-                    f"{self.max_seeds}",
-                    code="invalid-max-seeds",
-                )
         elif not 1 <= self.n_seeds <= MAX_SEEDS:
             raise InputError(
                 f"--seeds must be between 1 and {MAX_SEEDS}, got {self.seeds}", code="invalid-seeds"
@@ -185,6 +179,11 @@ class ComparisonConfig:
                 f"a verdict needs at least {MIN_SEEDS_FOR_VERDICT} seeds, got --seeds {self.seeds}: "
                 "use more, or --no-verdict for the numbers alone",
                 code="too-few-seeds",
+            )
+        if not MIN_SEEDS_FOR_VERDICT <= self.max_seeds <= MAX_SEEDS:
+            raise InputError(
+                f"--max-seeds must be between {MIN_SEEDS_FOR_VERDICT} and {MAX_SEEDS}, got {self.max_seeds}",
+                code="invalid-max-seeds",
             )
         if not 1 <= self.screening_seeds <= MAX_SEEDS:
             raise InputError(

@@ -12,14 +12,14 @@ The p-values (`SeedDesign.test`) and the verdicts (`decide`) work on arrays of m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 
-from qkflow.studies.sequential import nominal_levels, one_sided_p, planned_looks, sequential_p
-from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, PairedDifference, paired_difference, t_interval
+from qkflow.studies.sequential import nominal_levels, one_sided_p, p_by_look, planned_looks, sequential_p
+from qkflow.studies.stats import PairedDifference, paired_difference, t_interval
 
 Array = np.ndarray
 
@@ -39,6 +39,17 @@ class Verdict(StrEnum):
 
 
 DECIDED = (Verdict.HELPS, Verdict.HURTS, Verdict.EQUIVALENT)
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """p-values of arms. `direction`: −1 where the evidence is for a lower loss, 1 for a higher one."""
+
+    __test__ = False  # not a test of pytest
+
+    p: Array  # two-sided, of a difference
+    direction: Array
+    p_equivalent: Array
 
 
 @dataclass(frozen=True)
@@ -70,24 +81,27 @@ class SeedDesign:
         """Return the looks that `pairs` seeds have reached."""
         return tuple(n for n in self.looks or (pairs,) if 2 <= n <= pairs)
 
-    def test(self, leader: Sequence[Array], cells: Sequence[Array]) -> tuple[Array, Array]:
-        """Return p of a difference and p of equivalence (…, K) after each of the K looks reached.
+    def test(self, leader: Sequence[Array], cells: Sequence[Array]) -> TestResult:
+        """Test an arm after each of the K looks reached; the first difference of both lists is the leaders'.
 
         leader  losses of the arm's leader minus those of each baseline in the race, (…, n) each
         cells   losses of each cell of the arm in the race minus those of the leading baseline, (…, n) each
         """
-        p_less = _largest(self.p_less(d, 0.0) for d in leader)
-        p_greater = _largest(self.p_less(-d, 0.0) for d in cells)
+        p_less = self.p_less(leader, 0.0)
+        p_greater = self.p_less([-d for d in cells], 0.0)
         p = np.minimum(1.0, 2 * np.minimum(p_less, p_greater))
         if self.margin is None:
-            return p, np.ones_like(p)
-        below = _largest(self.p_less(d, self.margin) for d in leader)
-        above = _largest(self.p_less(-d, self.margin) for d in cells)
-        return p, np.maximum(below, above)  # two one-sided tests (TOST, Schuirmann 1987)
+            return TestResult(p, np.where(p_less < p_greater, -1, 1), np.ones_like(p))
+        # Two one-sided tests (TOST, Schuirmann 1987). Both must hold at the same look.
+        bounds = [*(d - self.margin for d in leader), *(-d - self.margin for d in cells)]
+        return TestResult(p, np.where(p_less < p_greater, -1, 1), self.p_less(bounds, 0.0))
 
-    def p_less(self, d: Array, bound: float) -> Array:
-        """Return p (…, K) of the one-sided test that the mean of d (…, n) is below `bound`."""
-        return sequential_p(d - bound, self.looks or (d.shape[-1],))
+    def p_less(self, differences: Sequence[Array], bound: float) -> Array:
+        """Return p (…, K) of the test that the means of all differences (…, n) are below `bound`."""
+        shortest = min(d.shape[-1] for d in differences)
+        looks = self.looks or (shortest,)
+        largest = np.max([p_by_look(d[..., :shortest] - bound, looks) for d in differences], axis=0)
+        return sequential_p(largest, looks)
 
     def difference(
         self,
@@ -102,17 +116,17 @@ class SeedDesign:
         """
         result = paired_difference(variant, reference, self.confidence)
         d = np.asarray(variant, dtype=float) - np.asarray(reference, dtype=float)
-        others = [*leader, *cells]
-        if not all(self.reached(len(each)) for each in (d, *others)):
-            return replace(result, p=result.p if not self.looks and not others else None)
-        p, p_equivalent = self.test([d, *leader], [d, *cells])
+        if not all(self.reached(len(each)) for each in (d, *leader, *cells)):
+            return replace(result, p=None)
+        tested = self.test([d, *leader], [d, *cells])
         low, high, _ = t_interval(d, self._coverage(len(d)))
         return replace(
             result,
             low=low,
             high=high,
-            p=float(p[-1]),
-            p_equivalent=None if self.margin is None else float(p_equivalent[-1]),
+            p=float(tested.p[-1]),
+            direction=int(tested.direction[-1]),
+            p_equivalent=None if self.margin is None else float(tested.p_equivalent[-1]),
         )
 
     def _coverage(self, pairs: int) -> float:
@@ -120,13 +134,6 @@ class SeedDesign:
         if not self.looks:
             return self.confidence
         return 1 - 2 * float(nominal_levels(self.looks, self.level / 2)[len(self.reached(pairs)) - 1])
-
-
-def _largest(p_values: Iterable[Array]) -> Array:
-    """Return the elementwise largest p-value, at the looks that all have reached."""
-    arrays = list(p_values)
-    n_looks = min(p.shape[-1] for p in arrays)
-    return np.max([p[..., :n_looks] for p in arrays], axis=0)
 
 
 def in_the_race(leader: Array, cells: Array) -> Array:
@@ -140,24 +147,20 @@ def in_the_race(leader: Array, cells: Array) -> Array:
     return one_sided_p(leader[..., None, :] - cells) >= RETIREMENT_LEVEL
 
 
-def decide(p_holm: Array, p_equivalent_holm: Array, mean: Array, level: float) -> Array:
-    """Return the verdict of every arm from its corrected p-values and mean difference (negative is better).
+def decide(tested: TestResult, mean: Array, design: SeedDesign) -> Array:
+    """Return the verdict of every arm from corrected p-values and the mean difference (negative is better).
 
-    A significant difference inside the margin is a difference: helps and hurts come before equivalent.
+    A significant difference inside the margin is a difference: helps and hurts come before equivalent. In an
+    adaptive study a p-value may come from an earlier look; the mean of all seeds must agree with it.
     """
-    different = p_holm < level
+    different = tested.p < design.level
+    inside = np.abs(mean) < (design.margin or 0.0)
     return np.select(
-        [different & (mean < 0), different, p_equivalent_holm < level],
+        [
+            different & (tested.direction < 0) & (mean < 0),
+            different & (tested.direction > 0) & (mean > 0),
+            inside & (tested.p_equivalent < design.level),
+        ],
         [Verdict.HELPS.value, Verdict.HURTS.value, Verdict.EQUIVALENT.value],
         Verdict.UNDECIDED.value,
     )
-
-
-def decide_one(
-    p_holm: float | None, p_equivalent_holm: float | None, mean: float, pairs: int, level: float
-) -> Verdict:
-    """Return the verdict of one arm; too few seeds give none."""
-    if p_holm is None or pairs < MIN_SEEDS_FOR_VERDICT:
-        return Verdict.NO_VERDICT
-    p_equivalent = np.inf if p_equivalent_holm is None else p_equivalent_holm
-    return Verdict(str(decide(np.asarray(p_holm), np.asarray(p_equivalent), np.asarray(mean), level)))

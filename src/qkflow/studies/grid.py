@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from qkflow.attention import InitScheme
+from qkflow.attention import Attention, InitScheme
 from qkflow.errors import InputError
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.estimate import MAX_RUNS, check_run_count, vocab_size
@@ -237,7 +237,9 @@ class Grid:
             for cell in self.cells if cells is None else cells:
                 data = (data_overrides or {}).get(cell.tokenizer(self.config))
                 for factor in lr_factors if cell.fixed_lr is None else (1.0,):
-                    lr = cell.fixed_lr or (lr_by_cell or {}).get(cell.name, self.config.lr) * factor
+                    lr = cell.fixed_lr
+                    if lr is None:
+                        lr = (lr_by_cell or {}).get(cell.name, self.config.lr) * factor
                     tokens = tokens_by_model[cell.variant.model_name]
                     config = build_run_config(
                         self.config, cell, seed=seed, lr=lr, tokens=tokens, data_overrides=data
@@ -292,6 +294,11 @@ def _check_size(grid: Grid) -> None:
     check_run_count(grid.n_runs, grid.config)
     for cell in grid.one_cell_per_model():
         step, seq_len = cell.tokens_per_step(grid.config), cell.seq_len(grid.config)
+        if seq_len >= 2 > step:
+            raise InputError(
+                f"variant '{cell.variant.name}': train.batch_size must be at least 1",
+                code="invalid-batch-size",
+            )
         if seq_len < 2:
             raise InputError(
                 f"variant '{cell.variant.name}': data.seq_len must be at least 2, not {seq_len}",
@@ -344,10 +351,23 @@ def check_models(grid: Grid) -> None:
     config = grid.config
     for cell in grid.one_cell_per_model():
         try:
-            lr = cell.fixed_lr or config.lr
+            lr = config.lr if cell.fixed_lr is None else cell.fixed_lr
             values = build_run_config(config, cell, seed=0, lr=lr, tokens=config.tokens or 1)
             size = vocab_size(cell.tokenizer(config), config.preset)
             run = RunConfig.from_dict(values)
             freeze_roles(Decoder(run.model_config(size), device="meta"), run.train.freeze)
         except InputError as error:
             raise InputError(f"variant '{cell.variant.name}': {error}", code=error.code) from None
+    for cell in grid.cells:
+        _check_init(cell)
+
+
+def _check_init(cell: Cell) -> None:
+    """Raise InputError for an init that a collapsed circuit does not have: meta models skip the init."""
+    circuit = cell.variant.override("attention.circuit", "FAFO")
+    if circuit == "FAFO":
+        return
+    try:
+        Attention(16, n_heads=2, circuit=circuit, rope=False, init=cell.init)
+    except InputError as error:
+        raise InputError(f"variant '{cell.variant.name}': {error}", code=error.code) from None

@@ -47,6 +47,7 @@ _SET_BY_STUDY = {
     **dict.fromkeys(
         (
             *("train.evaluations", "train.eval_every", "train.eval_tokens", "train.probe_every"),
+            "train.final_eval_tokens",
             *("train.log_every", "train.save_every", "train.save_minutes", "train.keep_latest_k"),
             "train.writers",
         ),

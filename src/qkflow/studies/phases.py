@@ -35,7 +35,8 @@ from qkflow.studies.grid import (
     Grid,
     RunSpec,
 )
-from qkflow.studies.plan import PlannedArm, StudyPlan
+from qkflow.studies.plan import PlannedArm, PlannedRun, StudyPlan
+from qkflow.studies.results import ArmSummary
 from qkflow.studies.run_data import load_runs
 from qkflow.studies.runner.engines import Engine
 from qkflow.studies.runner.execution import ExecutionTime, RunTracker, StudyInterrupted, execute_runs
@@ -76,15 +77,17 @@ class StudyRunner:
         self.runs: list[RunSpec] = []
         earlier = StudyPlan.load(study_dir) if study_dir.exists else None
         self.token_budgets = earlier.budgets if earlier else {}
+        # kept in study.yaml until their phase is planned again, so that an interrupted resume hides nothing
+        self.earlier_runs = earlier.runs if earlier else ()
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.created_at = earlier.created_at if earlier else now
         self.arms = _date_arms(grid, now, earlier, study_dir)
         self.execution_time = ExecutionTime()
 
     def run(self) -> None:
+        self._print_power()
         self.token_budgets = self._compute_token_budgets()
         lr_by_cell = self._tune_lr() if self.config.tune_lr else {}
-        self._print_power()
         seeds = range(SCREENING_SEED, SCREENING_SEED + self.config.screening_seeds)
         cells = self.grid.screened_cells
         runs = self._build_runs("screen", seeds, cells=cells, lr_by_cell=lr_by_cell)
@@ -111,9 +114,7 @@ class StudyRunner:
             _delete_models(tracker for tracker in trackers if tracker.spec.phase == "noise")
             before = n
             summary = analyze(self.plan(), load_runs(self.study_dir, self.plan()))
-            decided = {
-                arm.variant for arm in summary.variants if arm.verdict in (*DECIDED, Verdict.REFERENCE)
-            }
+            decided |= {arm.variant for arm in summary.variants if _is_closed(arm)}
             if len(decided) == len(summary.variants):
                 break
 
@@ -121,10 +122,11 @@ class StudyRunner:
         """Say before the first run which effect the study can show."""
         if not self.config.verdict:
             return
-        runs = load_runs(self.study_dir, self.plan()) if self.study_dir.exists else []
-        power = analyze(self.plan(), runs, self.pilot_sd).power
+        plan = self.plan()
+        runs = load_runs(self.study_dir, plan) if self.earlier_runs else []
+        power = analyze(plan, runs, self.pilot_sd).power
         if power is not None:
-            console.err.print(power_sentence(power), markup=False, highlight=False)
+            console.err.print(power_sentence(power), markup=False, highlight=False, soft_wrap=True)
 
     def finetune(self, tasks: Sequence[TaskExamples], engine: Engine) -> None:
         """Fine-tune the models of the finished compared runs; `engine` starts the workers."""
@@ -146,6 +148,14 @@ class StudyRunner:
             title, runs, self.study_dir, engine or self.engine, self.jobs, self.execution_time
         )
 
+    def _planned_runs(self) -> tuple[PlannedRun, ...]:
+        planned = [run.plan() for run in self.runs]
+        replaced = {(run.phase, run.cell, run.seed) for run in planned}
+        cells = {cell.name for cell in self.grid.cells}
+        earlier = (run for run in self.earlier_runs if run.cell.partition("/")[0] in cells)
+        kept = (run for run in earlier if (run.phase, run.cell, run.seed) not in replaced)
+        return (*planned, *kept)
+
     def plan(self) -> StudyPlan:
         return StudyPlan(
             config=self.config,
@@ -153,7 +163,7 @@ class StudyRunner:
             arms=self.arms,
             budgets=self.token_budgets,
             jobs=self.jobs,
-            runs=tuple(run.plan() for run in self.runs),
+            runs=self._planned_runs(),
             created_at=self.created_at,
         )
 
@@ -231,6 +241,11 @@ class StudyRunner:
         average = TrainingCost.mean_of(each)
         n_runs, per_step = self.grid.n_runs, config.tokens_per_step
         return affordable_steps(config.minutes or 0, n_runs, self.jobs, average, per_step) * per_step
+
+
+def _is_closed(arm: ArmSummary) -> bool:
+    """Whether more seeds cannot change the verdict: it is decided, not tested, or a run has failed."""
+    return arm.verdict in (*DECIDED, Verdict.REFERENCE) or bool(arm.failed_seeds)
 
 
 def _require_finished(trackers: list[RunTracker]) -> list[RunTracker]:

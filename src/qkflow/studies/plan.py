@@ -78,9 +78,20 @@ class StudyPlan:
                 "arms": [_read_arm(arm) for arm in study["arms"]],
                 "runs": [_read(PlannedRun, run, "runs") for run in study["runs"]],
             }
-            return _read(cls, values, "study")
+            plan: StudyPlan = _read(cls, values, "study")
+            plan.check()
+            return plan
         except InputError as error:
             raise InputError(f"{study_dir.path / STUDY_FILE}: {error}", code="corrupt-study") from None
+
+    def check(self) -> None:
+        """Raise InputError unless the config is valid and the arms have cells, those of the pool first."""
+        self.config.check()
+        if not self.arms or self.arms[0].role != "reference":
+            raise InputError("the first of its arms must have the role reference", code="missing-reference")
+        for arm in self.arms:
+            if not arm.cells:
+                raise InputError(f"the arm '{arm.name}' has no cells", code="missing-cells")
 
     @property
     def metric(self) -> Metric:

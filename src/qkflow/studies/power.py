@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from qkflow.studies.design import SeedDesign
 from qkflow.studies.sequential import nominal_levels
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
@@ -36,23 +38,33 @@ def detectable_effect(design: SeedDesign, seeds: int, n_comparisons: int, power:
 
 
 def seeds_to_decide(
-    mean: float, sd: float, n_comparisons: int, design: SeedDesign, power: float = POWER
+    differences: Sequence[np.ndarray],
+    bounds: Sequence[np.ndarray],
+    n_comparisons: int,
+    design: SeedDesign,
+    power: float = POWER,
 ) -> int | None:
-    """Return the seeds with which a new study decides an arm with this mean and standard deviation.
+    """Return the seeds with which a study decides an arm whose means and deviations are as observed.
 
-    It is decided if it differs from zero, or lies within the margin. None: more than MAX_SEEDS are needed.
+    It is decided if the means of all `differences` are below zero, or those of all `bounds` below the margin.
+    None: more than MAX_SEEDS are needed.
     """
-    if sd == 0:
-        return MIN_SEEDS_FOR_VERDICT
-    tests = [abs(mean) / sd]
-    level = [design.level / 2 / max(1, n_comparisons)]
-    if design.margin is not None and abs(mean) < design.margin:
-        tests.append((design.margin - abs(mean)) / sd)
-        level.append(design.level / max(1, n_comparisons))
+    level = design.level / max(1, n_comparisons)
+    claims = [[(_effect(-d.mean(), d), level / 2) for d in differences]]
+    if design.margin is not None:
+        claims.append([(_effect(design.margin - d.mean(), d), level) for d in bounds])
+    if design.looks:  # the level of the last look
+        claims = [[(e, float(nominal_levels(design.looks, each)[-1])) for e, each in c] for c in claims]
     for n in range(MIN_SEEDS_FOR_VERDICT, MAX_SEEDS + 1):
-        if any(_power(effect, n, each) >= power for effect, each in zip(tests, level, strict=True)):
+        if any(all(_power(effect, n, each) >= power for effect, each in claim) for claim in claims):
             return n
     return None
+
+
+def _effect(distance: float, differences: np.ndarray) -> float:
+    """Return a distance from a bound in standard deviations."""
+    sd = float(differences.std(ddof=1))
+    return distance / sd if sd else math.copysign(math.inf, distance) if distance else 0.0
 
 
 def pooled_sd(sds: Sequence[float]) -> float | None:
@@ -64,5 +76,7 @@ def _power(effect: float, seeds: int, level: float) -> float:
     """Return the power of a one-sided t-test for a mean of `effect` standard deviations."""
     from scipy import stats
 
+    if effect <= 0 or math.isinf(effect):
+        return float(effect > 0)
     critical = stats.t.isf(level, seeds - 1)
     return float(stats.nct.sf(critical, seeds - 1, effect * math.sqrt(seeds)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qkflow.models.cost import flops_per_token
-from qkflow.studies.compare import plan_study
+from qkflow.studies.compare import plan_study, read_pilot_sd
 from qkflow.studies.config import AUTO, ComparisonConfig, EngineName, ExecutionConfig
 from qkflow.studies.estimate import (
     RUN_OVERHEAD_SECONDS,
@@ -20,6 +20,9 @@ from qkflow.studies.estimate import (
 )
 from qkflow.studies.grid import EVAL_SHARE, Arm, Cell, Grid, build_run_config
 from qkflow.studies.plan import Role
+from qkflow.studies.power import detectable_effect
+from qkflow.studies.results import Power
+from qkflow.studies.sentences import power_sentence
 from qkflow.studies.tuning import MAX_WIDENINGS
 from qkflow.training.config import RunConfig
 
@@ -89,7 +92,7 @@ def preview(
         return ArmPreview(arm.name, arm.role, names, largest, *summarize(arm.cells))
 
     arms = tuple(preview_arm(arm) for arm in grid.arms)
-    cells, notes = grid.cells, tuple(_notes(grid))
+    cells, notes = grid.cells, (*_notes(grid), *_power_note(grid, read_pilot_sd(config.pilot)))
     totals = summarize(cells)
     return StudyPreview(str(study_dir.path), arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
 
@@ -132,6 +135,16 @@ def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: 
         )
         base = int(max(0.0, seconds) * UTILIZATION * speed / (per_token * (1 + EVAL_SHARE)))
     return {model: round(base * each) for model, each in scale.items()}
+
+
+def _power_note(grid: Grid, pilot_sd: float | None) -> list[str]:
+    config, n_tests = grid.config, len(grid.arms) - 1
+    if not config.verdict:
+        return []
+    design = config.seed_design()
+    effect = detectable_effect(design, config.n_seeds, n_tests)
+    source = "not known yet" if pilot_sd is None else "the pilot study"
+    return [power_sentence(Power(config.n_seeds, n_tests, effect, pilot_sd, source))]
 
 
 def _notes(grid: Grid) -> list[str]:

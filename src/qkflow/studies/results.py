@@ -69,7 +69,7 @@ class Power:
 
 @dataclass(frozen=True)
 class AddedArm:
-    """An arm that joined after the plan was fixed."""
+    """A variant that joined after the plan was fixed."""
 
     variant: str
     added_at: str
@@ -120,7 +120,8 @@ class ArmSummary:
     seeds: tuple[int, ...] = ()
     lr: float | None = None
     loss: float | None = None
-    loss_by_seed: tuple[float, ...] = ()
+    loss_by_seed: tuple[float, ...] = ()  # with different tokenizers: logarithms of bits per byte
+    failed_seeds: tuple[int, ...] = ()  # judged seeds whose run failed, e.g. diverged
     perplexity: float | None = None
     bits_per_byte: float | None = None
     cost: Cost = Cost()
@@ -160,6 +161,7 @@ class ArmSummary:
                 **plain,
                 "seeds": tuple(values["seeds"]),
                 "loss_by_seed": tuple(values["loss_by_seed"]),
+                "failed_seeds": tuple(values["failed_seeds"]),
                 "cost": Cost(**{item.name: values[item.name] for item in fields(Cost)}),
                 "by_init": tuple(_init_from_dict(init) for init in values["by_init"]),
                 "difference": _difference_from_dict(values["difference"]),

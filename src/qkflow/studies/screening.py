@@ -8,17 +8,18 @@ cannot favor the arm that makes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from qkflow.studies.design import in_the_race
+from qkflow.studies.design import SeedDesign, in_the_race
+from qkflow.studies.stats import PairedDifference
 
 
 @dataclass
 class CellData:
-    """Final losses of one cell, by seed: of finished runs only."""
+    """Final losses (or other scores, lower is better) of one cell by seed, of finished runs only."""
 
     name: str
     init: str
@@ -27,6 +28,8 @@ class CellData:
     lr: float | None = None
     screened: dict[int, float] = field(default_factory=dict)
     judged: dict[int, float] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)  # judged seeds whose run failed, e.g. diverged
+    loss: float | None = None  # mean loss over the screening seeds, else over the judged ones
 
     def sort_key(self) -> tuple[int, float]:
         """Key to minimize: a cell with diverged seeds never ranks above one without."""
@@ -42,9 +45,29 @@ class Screening:
     racing: tuple[CellData, ...]
 
     @property
-    def rivals(self) -> tuple[CellData, ...]:
-        """The cells in the race besides the leader."""
-        return self.racing[1:]
+    def rivals(self) -> list[CellData]:
+        """The cells in the race besides the leader; one whose judged run failed is out."""
+        return [cell for cell in self.racing[1:] if not cell.failed]
+
+    def has_ended(self, n_seeds: int) -> bool:
+        """Whether `n_seeds` judged runs of the leader and of every rival have finished or failed."""
+        return all(len(cell.judged) + len(cell.failed) >= n_seeds for cell in (self.leader, *self.rivals))
+
+    def difference(self, other: Screening, design: SeedDesign) -> PairedDifference | None:
+        """Return the difference of the leaders, with p-values that hold for all cells in the race."""
+        pair = paired_losses(self.leader.judged, other.leader.judged)
+        if not pair[0]:
+            return None
+        leader, cells = self.leader_differences(other)[1:], self.cell_differences(other)[1:]
+        return design.difference(*pair, leader=leader, cells=cells)
+
+    def leader_differences(self, other: Screening) -> list[np.ndarray]:
+        """Return the differences of the leader to the leader and all rivals of `other`."""
+        return [_differences(self.leader, cell) for cell in (other.leader, *other.rivals)]
+
+    def cell_differences(self, other: Screening) -> list[np.ndarray]:
+        """Return the differences of the leader and all rivals to the leader of `other`."""
+        return [_differences(cell, other.leader) for cell in (self.leader, *self.rivals)]
 
 
 def screen(cells: Sequence[CellData]) -> Screening:
@@ -55,7 +78,7 @@ def screen(cells: Sequence[CellData]) -> Screening:
 
 
 def _is_in_race(cell: CellData, leader: CellData) -> bool:
-    if len(cell.screened) < len(leader.screened):  # a seed diverged
+    if len(cell.screened) < len(leader.screened):  # a run failed that did not fail for the leader
         return False
     seeds = sorted(cell.screened.keys() & leader.screened.keys())
     losses = np.asarray([[each.screened[seed] for seed in seeds] for each in (leader, cell)])
@@ -68,7 +91,5 @@ def paired_losses(a: Mapping[int, float], b: Mapping[int, float]) -> tuple[list[
     return [a[seed] for seed in seeds], [b[seed] for seed in seeds]
 
 
-def differences(cells: Iterable[CellData], reference: CellData) -> list[np.ndarray]:
-    """Return the judged differences of each cell to `reference`; cells without pairs are left out."""
-    pairs = [paired_losses(cell.judged, reference.judged) for cell in cells]
-    return [np.subtract(*pair) for pair in pairs if pair[0]]
+def _differences(cell: CellData, other: CellData) -> np.ndarray:
+    return np.subtract(*paired_losses(cell.judged, other.judged))

@@ -56,9 +56,9 @@ def verdict_sentence(
     """Return the verdict of one arm, its cost, and whether a control explains it, in words."""
     name, difference = arm.variant, arm.difference
     if arm.role == "reference":
-        return f"{name} with {arm.best_init} is the reference: the best baseline on the screening seeds."
+        return f"{name} with {arm.best_init} is the reference: the best baseline."
     if arm.verdict == Verdict.REFERENCE:
-        return f"{name} is the reference here: its best cell is the best baseline."
+        return f"{name} is not tested: its best init is one of the baselines."
     if difference is None:
         return f"{name}: no verdict, because no seed finished for both it and the reference."
     size = _percent_bounds(difference)
@@ -68,8 +68,7 @@ def verdict_sentence(
     interval = f"{100 * config.confidence:.3g}% interval: {interval_phrase(size['low'], size['high'])}"
     evidence = f"{interval}; {difference.pairs} paired seeds"
     if arm.verdict == Verdict.NO_VERDICT or arm.p_holm is None:
-        reason = "from so few seeds" if config.verdict else "requested"
-        return f"{name}: no verdict {reason}; its {metric} was {effect} ({evidence})."
+        return f"{name}: no verdict{_reason(arm, config)}; its {metric} was {effect} ({evidence})."
     corrected = f" corrected for {n_comparisons} comparisons" if n_comparisons > 1 else ""
     if arm.verdict == Verdict.EQUIVALENT:
         p = difference.p_equivalent_holm if isinstance(difference, CorrectedDifference) else None
@@ -88,11 +87,23 @@ def verdict_sentence(
     return " ".join([first, *_cost_sentences(arm), *_control_sentences(arm, config)])
 
 
+def _reason(arm: ArmSummary, config: ComparisonConfig) -> str:
+    """Return why there is no verdict."""
+    if not config.verdict:
+        return " requested"
+    if arm.failed_seeds:
+        return f", because judged runs failed (seeds {', '.join(map(str, arm.failed_seeds))})"
+    return ", because its judged runs, or those of a rival baseline, have not all finished"
+
+
 def _seeds_sentence(arm: ArmSummary, difference: PairedDifference) -> str:
     if arm.seeds_to_decide is None:
-        return f"Even {MAX_SEEDS} seeds would not decide this if it is as large as it looks."
+        return f"If it is as large as it looks, even {MAX_SEEDS} seeds would not decide it."
     more = max(1, arm.seeds_to_decide - difference.pairs)
-    return f"About {more} more seed{'s' * (more > 1)} would decide this."
+    return (
+        f"If it is as large as it looks, {more} more seed{'s' * (more > 1)} would decide this: "
+        f"a new study with {difference.pairs + more} seeds."
+    )
 
 
 def _percent_bounds(difference: PairedDifference) -> dict[str, float]:
@@ -112,7 +123,7 @@ def _cost_sentences(arm: ArmSummary) -> list[str]:
             f"{cost.seconds_to_target:.2f}× its time."
         ]
     if cost.step_time_ratio is not None:
-        return [f"A training step takes {cost.step_time_ratio:.2f}× the standard time."]
+        return [f"A training step takes {cost.step_time_ratio:.2f}× the time of the reference's."]
     return []
 
 

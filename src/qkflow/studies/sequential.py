@@ -51,16 +51,21 @@ def one_sided_p(differences: Array) -> Array:
     return np.where(constant, degenerate, stdtr(n - 1, t))
 
 
-def sequential_p(differences: Array, looks: Sequence[int]) -> Array:
-    """Return the one-sided p-value (…, K) after each of the K looks that differences (…, n) have reached.
-
-    `looks` are all planned numbers of seeds. The alternative is a mean below zero.
-    """
+def p_by_look(differences: Array, looks: Sequence[int]) -> Array:
+    """Return p (…, K) of the t-test for a mean below zero at each of the K looks that (…, n) have reached."""
     reached = [n for n in looks if n <= differences.shape[-1]]
-    p = np.stack([one_sided_p(differences[..., :n]) for n in reached], axis=-1)
+    return np.stack([one_sided_p(differences[..., :n]) for n in reached], axis=-1)
+
+
+def sequential_p(p: Array, looks: Sequence[int]) -> Array:
+    """Return the p-value (…, K) after each of K looks, from the one-sided p-values (…, K) at these looks.
+
+    `looks` are all planned numbers of seeds. The largest of several p-values at each look is a valid input
+    too: it is never smaller than any of them.
+    """
     if len(looks) == 1:
         return p
-    smallest = np.minimum.accumulate(p / _weights(looks)[: len(reached)], axis=-1)
+    smallest = np.minimum.accumulate(p / _weights(looks)[: p.shape[-1]], axis=-1)
     null = _null_distribution(tuple(looks))
     return (np.searchsorted(null, smallest, side="right") + 1) / (len(null) + 1)
 

@@ -37,6 +37,7 @@ class PairedDifference:
     p: float | None  # two-sided paired t-test of a mean of zero
     pairs: int
     sd: float | None = None  # of the differences
+    direction: int = 0  # of the evidence behind p: −1 for a lower loss, 1 for a higher one, 0 not known
     p_equivalent: float | None = None  # two one-sided tests that the mean is within the margin
 
     @property
@@ -76,7 +77,9 @@ def paired_difference(
     low, high, p = t_interval(d, confidence)
     bootstrap_low, bootstrap_high = bootstrap_interval(d, confidence, seed)
     sd = float(d.std(ddof=1)) if len(d) > 1 else None
-    return PairedDifference(float(d.mean()), low, high, bootstrap_low, bootstrap_high, p, len(d), sd)
+    direction = 0 if p is None else -1 if d.mean() < 0 else 1
+    interval = (low, high, bootstrap_low, bootstrap_high)
+    return PairedDifference(float(d.mean()), *interval, p, len(d), sd, direction)
 
 
 def t_interval(d: np.ndarray, confidence: float) -> tuple[float | None, float | None, float | None]:
@@ -132,12 +135,16 @@ def holm(p: np.ndarray) -> np.ndarray:
     return adjusted
 
 
-def holm_correction(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p-values adjusted by Holm's method, in the same order; None stays None and is not counted."""
+def holm_correction(p_values: Sequence[float | None], planned: int = 0) -> list[float | None]:
+    """Return p-values adjusted by Holm's method, in the same order; None stays None and is not counted.
+
+    With `planned` tests in all, those that have no p-value yet count as if theirs were 1.
+    """
     tested = [i for i, p in enumerate(p_values) if p is not None]
     adjusted: list[float | None] = [None] * len(p_values)
-    values = holm(np.asarray([p_values[i] for i in tested], dtype=float))
-    for index, value in zip(tested, values, strict=True):
+    missing = [1.0] * max(0, planned - len(tested))
+    values = holm(np.asarray([*(p_values[i] for i in tested), *missing], dtype=float))
+    for index, value in zip(tested, values[: len(tested)], strict=True):
         adjusted[index] = float(value)
     return adjusted
 

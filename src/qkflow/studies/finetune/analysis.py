@@ -61,7 +61,7 @@ def judge_task(
             replace(
                 _task_arm(name, scores),
                 difference=None if tested is None else _in_points(tested),
-                verdict=decide_verdict(tested, confidence),
+                verdict=decide_verdict(tested, confidence, margin),
             )
         )
     return judged
