@@ -36,7 +36,7 @@ _MAX_ID_PREFIX = 100  # characters; the names of files are limited
 # quarter each for the loss curve and the probes. Costs are in tokens of a forward pass, a third of training.
 EVAL_SHARE = 0.1
 FORWARD_SHARE = 1 / 3
-PROBE_COST = 2_000  # forward tokens that take as long as a probe of the tiny preset; larger models: fewer
+PROBE_COST = 3_000  # forward tokens that take as long as a probe of the tiny preset; larger models: fewer
 FINAL_EVAL_TOKENS = (8_192, 32_768)  # fewest and most; its loss decides the verdict
 CURVE_POINTS = (4, 10)
 MIN_CURVE_TOKENS = 768  # per point

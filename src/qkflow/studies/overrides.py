@@ -7,6 +7,7 @@ value, so that equal variants have equal names.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -148,7 +149,9 @@ def format_value(value: Any) -> str:
     if _PLAIN_TEXT.fullmatch(value) and yaml.safe_load(value) == value:
         return str(value)
     # as an item of a list, so that text with a comma or a brace is quoted
-    return yaml.safe_dump([value], default_flow_style=True, width=1 << 20, allow_unicode=True).strip()[1:-1]
+    text = yaml.safe_dump([value], default_flow_style=True, width=1 << 20, allow_unicode=True).strip()[1:-1]
+    # Unicode has more spaces than YAML; a value is stripped of all of them when it is read.
+    return text if text == text.strip() and yaml.safe_load(text) == value else json.dumps(value)
 
 
 def format_number(value: float) -> str:
