@@ -34,7 +34,7 @@ def names(*texts: str) -> list[str]:
         ("standard{train.freeze=[mlp, embed]}", "standard{train.freeze=[mlp,embed]}"),
         ("standard{data.tokenizer=bpe:512}", "standard{data.tokenizer=bpe:512}"),
         ("standard{data.tokenizer='a,b.json'}", "standard{data.tokenizer='a,b.json'}"),
-        ('standard{data.tokenizer="0\\u00a0"}', 'standard{data.tokenizer="0\\u00a0"}'),
+        ('standard{data.tokenizer="0\\u00a0"}', 'standard{data.tokenizer="0\\U000000a0"}'),
         ("standard{data.tokenizer=it's.json}", "standard{data.tokenizer=it's.json}"),
         ("standard{train.pace=4.0}", "standard+pace=4"),
         ("standard{train.pace=increasing:40}", "standard{train.pace=increasing:40}"),

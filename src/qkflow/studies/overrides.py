@@ -7,7 +7,6 @@ value, so that equal variants have equal names.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -55,6 +54,8 @@ _SET_BY_STUDY = {
         "it is the same for all runs",
     ),
 }
+# Braces, and quotes that are not apostrophes within a word, would end or open a part of the variant.
+_SPECIAL = re.compile(r"[\[\]{}\"\\]|(?<![A-Za-z0-9])'")
 _PLAIN_TEXT = re.compile(r"[A-Za-z0-9_./:\-]*[A-Za-z0-9_./\-]")
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # YAML reads 1e-3 as text
 
@@ -148,10 +149,11 @@ def format_value(value: Any) -> str:
         return "[" + ",".join(format_value(item) for item in value) + "]"
     if _PLAIN_TEXT.fullmatch(value) and yaml.safe_load(value) == value:
         return str(value)
-    # as an item of a list, so that text with a comma or a brace is quoted
+    # as an item of a list, so that text with a comma is quoted
     text = yaml.safe_dump([value], default_flow_style=True, width=1 << 20, allow_unicode=True).strip()[1:-1]
-    # Unicode has more spaces than YAML; a value is stripped of all of them when it is read.
-    return text if text == text.strip() and yaml.safe_load(text) == value else json.dumps(value)
+    if not _SPECIAL.search(value) and text == text.strip() and yaml.safe_load(text) == value:
+        return text
+    return '"' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in value) + '"'
 
 
 def format_number(value: float) -> str:
