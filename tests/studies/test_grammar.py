@@ -12,7 +12,7 @@ from input_errors import raises_code
 from qkflow.studies.config import split_list
 from qkflow.studies.grammar import VariantText, split_outside_braces
 from qkflow.studies.overrides import format_value
-from qkflow.studies.variants import Variant, parse_variant, parse_variants
+from qkflow.studies.variants import parse_variant, parse_variants
 
 
 def names(*texts: str) -> list[str]:
@@ -175,5 +175,3 @@ def test_override_of_a_variant() -> None:
     variant = parse_variant("standard{train.lr=1e-3}")
     assert variant.override("train.lr") == 0.001
     assert variant.override("data.seq_len", 128) == 128
-    assert not variant.is_standard
-    assert Variant().is_standard

@@ -8,7 +8,6 @@ import torch
 
 from qkflow.data.tokenizer import ByteTokenizer, bpe_vocab_size
 from qkflow.errors import InputError
-from qkflow.models.config import ModelConfig
 from qkflow.models.cost import flops_per_token
 from qkflow.models.presets import PRESETS, preset
 from qkflow.studies.config import ComparisonConfig
@@ -59,11 +58,6 @@ def hours(flops: float, n_runs: int, flops_per_second: float, jobs: int) -> floa
     return (flops / (UTILIZATION * flops_per_second) + RUN_OVERHEAD_SECONDS * n_runs) / jobs / 3600
 
 
-def training_flops(model: ModelConfig, seq_len: int, tokens: int, eval_tokens: int) -> float:
-    """Return the matmul FLOPs of a run; an evaluated token costs a third of a trained one."""
-    return flops_per_token(model, seq_len) * (tokens + eval_tokens / 3)
-
-
 def check_run_count(n_runs: int, config: ComparisonConfig) -> None:
     """Raise InputError if a study has more runs than anyone means to start."""
     if n_runs <= MAX_RUNS:
@@ -72,7 +66,7 @@ def check_run_count(n_runs: int, config: ComparisonConfig) -> None:
         duration = f"in {config.minutes:g} minutes"
     else:
         model = preset(config.preset, vocab_size=vocab_size(config.tokenizer, config.preset))
-        flops = n_runs * training_flops(model, config.seq_len, config.tokens, 0)
+        flops = n_runs * config.tokens * flops_per_token(model, config.seq_len)
         jobs = default_jobs(config.device, 1)
         estimate = hours(flops, n_runs, matmul_flops_per_second(config.device), jobs)
         duration = f"about {estimate:,.0f} hours on this machine"

@@ -95,7 +95,7 @@ class StudyRunner:
         self._judge(lr_by_cell)
 
     def _judge(self, lr_by_cell: Mapping[str, float]) -> None:
-        """Train all cells in the race on the judged seeds, look, and go on with the arms still open."""
+        """Train all cells in the race on the judged seeds, look, and repeat for the undecided arms."""
         screenings = screen_arms(self.plan(), load_runs(self.study_dir, self.plan()))
         by_name = {cell.name: cell for cell in self.grid.cells}
         decided: set[str] = set()

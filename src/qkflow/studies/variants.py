@@ -76,11 +76,6 @@ class Variant:
         """The name without init and modifier of the init, which do not change the cost of a step."""
         return replace(self, init_modifier=None, init=None).name
 
-    @property
-    def is_standard(self) -> bool:
-        """Whether this is the standard model, with any init."""
-        return self == Variant(init=self.init)
-
     def override(self, key: str, default: Any = None) -> Any:
         """Return the value of a config key that this variant sets, e.g. `train.lr`."""
         text = dict(self.overrides).get(key)
