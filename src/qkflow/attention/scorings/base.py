@@ -5,6 +5,7 @@ Shapes: q (B, T, H, D), k (B, S, G, D), v (B, S, Gv, Dv); the output is (B, T, n
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qkflow.attention.masks import Mask
-from qkflow.attention.projections import HeadShapes
+from qkflow.attention.projections import HeadShapes, is_autocast_enabled
 from qkflow.attention.registry import Registry, Spec
 
 FactoryKwargs = dict[str, Any]
@@ -50,17 +51,25 @@ class Scoring(nn.Module):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
-    """Call `scaled_dot_product_attention` on (B, T, H, D) tensors; contiguous groups share a key head."""
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask.allowed,
-        dropout_p=dropout,
-        is_causal=mask.causal,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2] or q.shape[2] != v.shape[2],
-    )
+    """Call `scaled_dot_product_attention` on (B, T, H, D) tensors; contiguous groups share a key head.
+
+    Under autocast on a CPU it runs in float32: the backward of PyTorch's fused CPU kernel takes three times
+    as long in bfloat16.
+    """
+    in_float32 = q.device.type == "cpu" and is_autocast_enabled(q)
+    if in_float32:
+        q, k, v = q.float(), k.float(), v.float()
+    with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask.allowed,
+            dropout_p=dropout,
+            is_causal=mask.causal,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2] or q.shape[2] != v.shape[2],
+        )
     return out.transpose(1, 2)
 
 
