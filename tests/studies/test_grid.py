@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -265,3 +266,18 @@ def test_evaluation_costs_its_share_of_a_run(tokens: int) -> None:
     assert 8_192 <= settings["final_eval_tokens"] <= 32_768
     assert settings["eval_tokens"] <= settings["final_eval_tokens"]
     assert 4 <= settings["evaluations"] <= 10
+
+
+def test_precision_of_the_study_is_in_every_run() -> None:
+    config = ComparisonConfig.parse(variants="euler,standard{train.precision=fp32}", inits="gpt2")
+    assert (
+        "precision" not in next(iter(run_configs(config)))["train"]
+    )  # the ids of runs in float32 do not change
+    runs = run_configs(replace(config, precision="bf16"))
+    assert {run["train"]["precision"] for run in runs} == {"fp32", "bf16"}
+
+
+def run_configs(config: ComparisonConfig) -> list[dict[str, Any]]:
+    grid = build_grid(config)
+    tokens = dict.fromkeys((cell.variant.model_name for cell in grid.cells), 10_000)
+    return [run.config for run in grid.build_runs("compare", [0], tokens_by_model=tokens)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qkflow.studies.design import Verdict
@@ -118,3 +118,21 @@ def terminal_table(summary: StudySummary) -> Table:
         floor = format_difference(summary.noise_floor.difference)
         table.add_row(Text("A/A", "dim"), "", *floor, "", "", "", Text("noise floor", "dim"))
     return table
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as a Markdown table; the first column is set as code."""
+    columns = list(rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [format_cell(row[column]).replace("|", r"\|") for column in columns]
+        lines.append("| " + " | ".join([f"`{cells[0]}`", *cells[1:]]) + " |")
+    return "\n".join(lines)
+
+
+def format_cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "–"
+    return "null" if value is None else str(value)

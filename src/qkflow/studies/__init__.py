@@ -1,7 +1,7 @@
 """Studies: grids of paired runs, their statistics and verdicts. `compare` is the entry point."""
 
-from qkflow.studies.compare import Comparison, compare, load_comparison
+from qkflow.studies.compare import Comparison, compare, load_comparison, save_record
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.results import StudySummary
 
-__all__ = ["Comparison", "ComparisonConfig", "StudySummary", "compare", "load_comparison"]
+__all__ = ["Comparison", "ComparisonConfig", "StudySummary", "compare", "load_comparison", "save_record"]

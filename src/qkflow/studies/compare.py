@@ -22,6 +22,7 @@ from qkflow.studies.grid import (
 )
 from qkflow.studies.phases import StudyRunner
 from qkflow.studies.plan import PlannedArm, StudyPlan
+from qkflow.studies.record import read_record, write_record
 from qkflow.studies.results import StudySummary
 from qkflow.studies.run_data import RunData, load_runs
 from qkflow.studies.runner.engines import ENGINES
@@ -41,6 +42,7 @@ _FIXED_PER_STUDY = (
     "seq_len",
     "batch_size",
     "schedule",
+    "precision",
     "tokens",
     "minutes",
     "match",
@@ -49,7 +51,10 @@ _FIXED_PER_STUDY = (
     "device",
 )
 # Changing these after a look at the results would raise the rate of false verdicts.
-_FIXED_BY_RESULTS = ("verdict", "seeds", "max_seeds", "margin", "confidence", "tune_lr", "lr_factors")
+_FIXED_BY_RESULTS = (
+    *("verdict", "seeds", "max_seeds", "margin", "confidence"),
+    *("tune_lr", "tune_tokens", "lr_factors"),
+)
 
 PrepareDataFn = Callable[[ComparisonConfig], Mapping[str, Any]]
 
@@ -151,20 +156,29 @@ def plan_study(
 
 
 def load_comparison(folder: str | Path) -> Comparison:
-    """Analyze the runs in a study's folder; the study may still be running."""
-    study_dir = StudyDir(Path(folder))
+    """Analyze the runs in a study's folder, which may still be running, or in its record (a JSON file)."""
+    plan, runs = _load_plan_and_runs(Path(folder))
+    return Comparison(Path(folder), analyze(plan, runs), runs)
+
+
+def save_record(folder: str | Path, path: Path) -> None:
+    """Write the study in `folder` as a record, one JSON file that `load_comparison` reads."""
+    write_record(*_load_plan_and_runs(Path(folder)), path)
+
+
+def _load_plan_and_runs(folder: Path) -> tuple[StudyPlan, list[RunData]]:
+    if folder.is_file():
+        return read_record(folder)
+    study_dir = StudyDir(folder)
     plan = StudyPlan.load(study_dir)
-    runs = load_runs(study_dir, plan)
-    return Comparison(study_dir.path, analyze(plan, runs), runs)
+    return plan, load_runs(study_dir, plan)
 
 
 def read_pilot_sd(folder: str | None) -> float | None:
     """Return the standard deviation of paired differences in a pilot study; None without one."""
     if folder is None:
         return None
-    study_dir = StudyDir(Path(folder))
-    plan = StudyPlan.load(study_dir)
-    power = analyze(plan, load_runs(study_dir, plan)).power
+    power = analyze(*_load_plan_and_runs(Path(folder))).power
     if power is None or power.sd is None:
         raise InputError(
             f"--pilot {folder} has no judged pairs of runs to take the noise from: use a finished comparison "

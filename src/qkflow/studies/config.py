@@ -16,7 +16,7 @@ from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
 from qkflow.studies.finetune.config import check_options as check_finetune_options
 from qkflow.studies.grammar import split_outside_braces
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
-from qkflow.training.config import Schedule
+from qkflow.training.config import Precision, Schedule
 
 MatchMode = Literal["tokens", "time", "flops"]
 PresetName = Literal["tiny", "tiny-swiglu", "small", "60m", "150m", "350m", "350m-swiglu", "455m"]
@@ -28,7 +28,12 @@ DEFAULT_TOKENS = 200_000
 DEFAULT_INITS = ("gpt2", "fan_in", "modern")
 _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
 _LISTS = ("variants", "baselines", "controls", "inits", "lr_factors", "finetune")
-_CHOICES = {"match": get_args(MatchMode), "preset": get_args(PresetName), "schedule": get_args(Schedule)}
+_CHOICES = {
+    "match": get_args(MatchMode),
+    "preset": get_args(PresetName),
+    "schedule": get_args(Schedule),
+    "precision": get_args(Precision),
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,10 @@ class ComparisonConfig:
     batch_size  windows per optimizer step.
     lr          learning rate, unless a variant sets train.lr.
     schedule    learning-rate schedule: cosine, wsd or constant.
+    precision   fp32, or bf16 for autocast: 1.5 times as fast on a CPU with AVX-512 BF16.
     tune_lr     search the learning rate of every variant and init on the same grid, which is widened until
                 every optimum is interior.
+    tune_tokens  training tokens per run of this search (default: as --tokens).
     lr_factors  first grid of this search, as factors of --lr.
     match       budget that all runs share: tokens, time or flops.
     verdict     with verdicts (default), or the numbers alone, which allows fewer than 3 seeds.
@@ -92,7 +99,9 @@ class ComparisonConfig:
     batch_size: int = 16
     lr: float = 3e-3
     schedule: Schedule = "cosine"
+    precision: Precision = "fp32"
     tune_lr: bool = False
+    tune_tokens: int | None = None
     lr_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     match: MatchMode = "tokens"
     verdict: bool = True
@@ -138,6 +147,8 @@ class ComparisonConfig:
             values["tokens"] = parse_count(values["tokens"])
         elif values.get("minutes") is None:
             values["tokens"] = DEFAULT_TOKENS
+        if values.get("tune_tokens") is not None:
+            values["tune_tokens"] = parse_count(values["tune_tokens"])
         return cls.from_dict(values)
 
     def check(self) -> None:
@@ -203,10 +214,14 @@ class ComparisonConfig:
 
     def seed_design(self) -> SeedDesign:
         """Return the looks and tests of this study."""
-        margin = math.log1p(self.margin / 100)
         if self.seeds == AUTO:
-            return SeedDesign.adaptive(self.max_seeds, self.confidence, margin)
-        return SeedDesign.fixed(self.confidence, margin)
+            return SeedDesign.adaptive(self.max_seeds, self.confidence, self.margin_nats)
+        return SeedDesign.fixed(self.confidence, self.margin_nats)
+
+    @property
+    def margin_nats(self) -> float:
+        """The margin of equivalence as a difference of losses."""
+        return math.log1p(self.margin / 100)
 
     def _check_choices(self) -> None:
         for name, choices in _CHOICES.items():
@@ -226,12 +241,15 @@ class ComparisonConfig:
                 raise InputError(
                     f"--{flag} must be at least {least}, got {getattr(self, name)}", code=f"invalid-{flag}"
                 )
-        if self.tokens is not None and self.tokens < self.tokens_per_step:
-            raise InputError(
-                f"--tokens {self.tokens} is less than one step (--batch-size {self.batch_size} × --seq-len "
-                f"{self.seq_len} = {self.tokens_per_step} tokens): use more tokens or a smaller batch",
-                code="tokens-below-one-step",
-            )
+        for name in ("tokens", "tune_tokens"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens < self.tokens_per_step:
+                raise InputError(
+                    f"--{name.replace('_', '-')} {tokens} is less than one step (--batch-size "
+                    f"{self.batch_size} × --seq-len {self.seq_len} = {self.tokens_per_step} tokens): use "
+                    "more tokens or a smaller batch",
+                    code="tokens-below-one-step",
+                )
 
     @property
     def tokens_per_step(self) -> int:

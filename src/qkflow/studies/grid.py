@@ -151,6 +151,8 @@ def build_run_config(
         **overrides.train,
         "lr": lr,
     }
+    if config.precision != "fp32":  # an absent key keeps the ids of runs in float32
+        train.setdefault("precision", config.precision)
     if variant.pace:
         train["pace"] = float(variant.pace)
     if variant.slow_path:

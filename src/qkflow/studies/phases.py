@@ -176,9 +176,16 @@ class StudyRunner:
                     f"{cell.name}: train.lr is fixed at {cell.fixed_lr:g} and not tuned", markup=False
                 )
 
+        budgets, least = self.token_budgets, self.config.tune_tokens
+        if least is not None:
+            share = min(1.0, least / max(budgets.values()))
+            budgets = {model: round(tokens * share) for model, tokens in budgets.items()}
+
         def run_trials(factors: Sequence[float]) -> dict[str, dict[float, float | None]]:
             losses: dict[str, dict[float, float | None]] = {}
-            runs = self._build_runs("tune", [TUNING_SEED], cells=cells, lr_factors=factors)
+            runs = self._build_runs(
+                "tune", [TUNING_SEED], cells=cells, lr_factors=factors, tokens_by_model=budgets
+            )
             factor_by_lr = {self.config.lr * factor: factor for factor in factors}
             for tracker in _require_finished(self._execute("tuning learning rates", runs)):
                 loss = (tracker.run_dir.result() or {}).get("loss") if tracker.run_dir.is_finished else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from qkflow.config_io import check_mapping, dataclass_from_dict
@@ -70,19 +72,23 @@ class StudyPlan:
     @classmethod
     def load(cls, study_dir: StudyDir) -> StudyPlan:
         """Read `study.yaml`; raise InputError (code `corrupt-study`) if it is not one of a comparison."""
-        study = study_dir.load()
+        return cls.from_dict(study_dir.load(), study_dir.path / STUDY_FILE)
+
+    @classmethod
+    def from_dict(cls, study: Mapping[str, Any], source: Path) -> StudyPlan:
+        """Build a plan from the plain data of `to_dict`; errors name `source`."""
         try:
             values = {
                 **{name: study.get(name) for name in ("command", "budgets", "jobs", "created_at")},
-                "config": _read(ComparisonConfig, study["config"], "config"),
-                "arms": [_read_arm(arm) for arm in study["arms"]],
-                "runs": [_read(PlannedRun, run, "runs") for run in study["runs"]],
+                "config": _read(ComparisonConfig, study.get("config"), "config"),
+                "arms": [_read_arm(arm) for arm in study.get("arms", ())],
+                "runs": [_read(PlannedRun, run, "runs") for run in study.get("runs", ())],
             }
             plan: StudyPlan = _read(cls, values, "study")
             plan.check()
             return plan
         except InputError as error:
-            raise InputError(f"{study_dir.path / STUDY_FILE}: {error}", code="corrupt-study") from None
+            raise InputError(f"{source}: {error}", code="corrupt-study") from None
 
     def check(self) -> None:
         """Raise InputError unless the config is valid and the arms have cells, those of the pool first."""
@@ -99,20 +105,20 @@ class StudyPlan:
         own_tokenizer = any("data.tokenizer=" in cell.variant for arm in self.arms for cell in arm.cells)
         return "bits per byte" if own_tokenizer else "perplexity"
 
-    def save(self, study_dir: StudyDir) -> None:
+    def to_dict(self) -> dict[str, Any]:
         arms = [{**asdict(arm), "cells": [asdict(cell) for cell in arm.cells]} for arm in self.arms]
-        runs = [asdict(run) for run in self.runs]
-        study_dir.save(
-            {
-                "created_at": self.created_at,
-                "config": self.config.to_dict(),
-                "command": self.command,
-                "arms": arms,
-                "budgets": self.budgets,
-                "jobs": self.jobs,
-                "runs": runs,
-            }
-        )
+        return {
+            "created_at": self.created_at,
+            "config": self.config.to_dict(),
+            "command": self.command,
+            "arms": arms,
+            "budgets": self.budgets,
+            "jobs": self.jobs,
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+    def save(self, study_dir: StudyDir) -> None:
+        study_dir.save(self.to_dict())
 
 
 def _read_arm(values: Any) -> PlannedArm:

@@ -81,9 +81,11 @@ def preview(
         """Return the number of runs of cells, their FLOPs and their hours."""
         runs, flops = 0, 0.0
         for cell in cells:
-            model, n_runs = cell.variant.model_name, _n_runs(grid, cell)
+            model, n_trials = cell.variant.model_name, _n_lr_trials(grid, cell)
+            n_runs = _n_runs(grid, cell)
             runs += n_runs
-            flops += n_runs * cost[model] * tokens[model] * (1 + EVAL_SHARE)
+            n_tokens = (n_runs - n_trials) * tokens[model] + n_trials * (config.tune_tokens or tokens[model])
+            flops += n_tokens * cost[model] * (1 + EVAL_SHARE)
         return runs, flops, hours(flops, runs, speed, jobs)
 
     def preview_arm(arm: Arm) -> ArmPreview:
@@ -100,11 +102,15 @@ def preview(
 def _n_runs(grid: Grid, cell: Cell) -> int:
     """Return the most runs of a cell; those of the noise floor count for the first baseline."""
     config = grid.config
-    tuning = len(config.lr_factors) if config.tune_lr and cell.fixed_lr is None else 0
     screened = {each.name for each in grid.screened_cells}
     screening = config.screening_seeds if cell.name in screened else 0
     is_first = cell.name == grid.arms[0].cells[0].name
-    return tuning + screening + config.n_seeds * (2 if is_first and config.verdict else 1)
+    return _n_lr_trials(grid, cell) + screening + config.n_seeds * (2 if is_first and config.verdict else 1)
+
+
+def _n_lr_trials(grid: Grid, cell: Cell) -> int:
+    """Return the runs of the learning-rate search of a cell, on the first grid."""
+    return len(grid.config.lr_factors) if grid.config.tune_lr and cell.fixed_lr is None else 0
 
 
 def _flops_per_token(grid: Grid) -> dict[str, float]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from qkflow.studies.plan import Metric, StudyPlan
 from qkflow.studies.runner.study_dir import StudyDir
+from qkflow.studies.stability import Stability, measure_stability
 
 THROUGHPUT_QUANTILE = 0.9  # of the logged tokens per second of a run
 
@@ -58,6 +59,11 @@ class RunData:
         rows = self.metrics.get("train", [])
         speeds = [speed for row in rows if (speed := finite_or_none(row.get("tokens_per_second")))]
         return float(np.quantile(speeds, THROUGHPUT_QUANTILE)) if speeds else None
+
+    def stability(self) -> Stability | None:
+        """Return the stability of the run, which a record has in place of the training log."""
+        stored = (self.result or {}).get("stability")
+        return Stability(**stored) if stored else measure_stability(self.metrics.get("train", []))
 
     def curve(self) -> list[tuple[float, float, float, float]]:
         """Return (step, tokens, seconds, loss) of every evaluation; seconds follow from `throughput`."""

@@ -20,7 +20,7 @@ from qkflow.studies.runner.execution import StudyInterrupted
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
-@options_from(ComparisonConfig, ExecutionConfig, as_text=("tokens",))
+@options_from(ComparisonConfig, ExecutionConfig, as_text=("tokens", "tune_tokens"))
 def compare(
     settings: dict[str, Any], out: Path | None = None, dry_run: bool = False, json: bool = False
 ) -> int:
@@ -119,4 +119,5 @@ def print_findings(headline: str, sentences: Iterable[str], notes: Iterable[str]
         out.print(f"• {sentence}", markup=False, highlight=False)
     for note in notes:
         out.print(f"! {note}", markup=False, highlight=False, style="yellow")
-    out.print(f"report: {folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    if folder.is_dir():  # a record has no report
+        out.print(f"report: {folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)

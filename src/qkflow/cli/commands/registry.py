@@ -20,6 +20,7 @@ import tyro
 
 from qkflow import console
 from qkflow.errors import unknown
+from qkflow.report.tables import format_cell, markdown_table
 
 Row = dict[str, Any]
 
@@ -36,7 +37,7 @@ def couplings(*, full: bool = False, json: bool = False, markdown: bool = False)
         json: print one JSON object instead of a table.
         markdown: print a Markdown table.
     """
-    _print_rows("couplings", coupling_rows(full), json, markdown)
+    print_rows("couplings", coupling_rows(full), json, markdown)
 
 
 def scorings(*, json: bool = False, markdown: bool = False) -> None:
@@ -50,7 +51,7 @@ def scorings(*, json: bool = False, markdown: bool = False) -> None:
         json: print one JSON object instead of a table.
         markdown: print a Markdown table.
     """
-    _print_rows("scorings", scoring_rows(), json, markdown)
+    print_rows("scorings", scoring_rows(), json, markdown)
 
 
 def inits(*, json: bool = False, markdown: bool = False) -> None:
@@ -67,7 +68,7 @@ def inits(*, json: bool = False, markdown: bool = False) -> None:
         json: print one JSON object instead of a table.
         markdown: print a Markdown table.
     """
-    _print_rows("inits", init_rows(), json, markdown)
+    print_rows("inits", init_rows(), json, markdown)
 
 
 def config(
@@ -87,7 +88,7 @@ def config(
         json: print one JSON object instead of a table.
         markdown: print a Markdown table.
     """
-    _print_rows("config", config_rows(section), json, markdown)
+    print_rows("config", config_rows(section), json, markdown)
 
 
 def coupling_rows(full: bool = False) -> list[Row]:
@@ -222,31 +223,13 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return "of the preset"
 
 
-def _print_rows(name: str, rows: Sequence[Row], json: bool, markdown: bool) -> None:
+def print_rows(name: str, rows: Sequence[Row], json: bool, markdown: bool) -> None:
     if json:
         console.emit_json({name: rows})
     elif markdown:
         print(markdown_table(rows))
     else:
         _print_table(rows)
-
-
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Return rows as a Markdown table; names and keys are set as code."""
-    columns = list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = [_cell(row[column]).replace("|", r"\|") for column in columns]
-        lines.append("| " + " | ".join([f"`{cells[0]}`", *cells[1:]]) + " |")
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "–"
-    return "null" if value is None else str(value)
 
 
 def _print_table(rows: Sequence[Row]) -> None:
@@ -257,5 +240,5 @@ def _print_table(rows: Sequence[Row]) -> None:
     for column in rows[0]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(_cell(value)) for value in row.values()))
+        table.add_row(*(escape(format_cell(value)) for value in row.values()))
     console.out.print(table)
