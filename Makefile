@@ -37,8 +37,9 @@ unit: .venv/.dev
 bench: .venv/.base  ## Print time, FLOPs and memory relative to standard attention
 	$(BIN)/qkflow bench
 
-tables: .venv/.base  ## Rewrite the generated tables of README.md and docs/
+tables: .venv/.base  ## Rewrite the generated tables and figures of README.md and docs/
 	$(BIN)/python docs/generate_tables.py
+	$(BIN)/python docs/generate_figures.py
 
 clean:  ## Remove the environment and build output
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache

@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
     "report": ("report", "report", "rebuild the report of a comparison or pace study from its folder"),
     "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
+    "claims": ("claims", "claims", "every claim of the papers beside what we measured"),
     "calibrate": (
         "calibrate",
         "calibrate_command",

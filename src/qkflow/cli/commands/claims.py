@@ -1,0 +1,104 @@
+"""`qkflow claims`: every claim of the papers, beside what this project measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from qkflow import console
+from qkflow.papers.claims import Finding, LedgerRow, Results, build_ledger
+from qkflow.papers.findings import MainFinding, main_findings
+from qkflow.papers.ledger import select_claims
+
+STATUS_STYLES = {"consistent": "green", "contradicted": "red", "mixed": "yellow"}
+
+
+def claims(
+    dial: Annotated[str | None, tyro.conf.Positional] = None,
+    *,
+    findings: bool = False,
+    results: Path | None = None,
+    markdown: bool = False,
+    json: bool = False,
+) -> None:
+    """Print every claim of the three papers: the published figure, ours, and whether they agree.
+
+    Our figures are computed from stored results (docs/results), with intervals and verdicts of the judge that
+    `qkflow compare` uses. The recipes of the papers are not public, so agreement at another scale means
+    consistent, never more. The command of a finding repeats it.
+
+    examples:
+      qkflow claims
+      qkflow claims coupling
+      qkflow claims --findings
+      qkflow claims --json
+
+    Args:
+        dial: coupling, timescale or pace (default: all).
+        findings: print the main findings instead, one sentence each.
+        results: folder with stored results (default: those of this version).
+        markdown: print Markdown, as in docs/claims.md.
+        json: print one JSON object.
+    """
+    stored = Results(results)
+    if findings:
+        _print_findings(main_findings(stored), json)
+        return
+    ledgers = {name: build_ledger(selected, stored) for name, selected in select_claims(dial).items()}
+    if json:
+        console.emit_json({name: [row.to_dict() for row in rows] for name, rows in ledgers.items()})
+    elif markdown:
+        print("\n".join(_markdown(name, rows) for name, rows in ledgers.items()))
+    else:
+        for name, rows in ledgers.items():
+            _print(name, rows)
+
+
+def _print_findings(findings: list[MainFinding], json: bool) -> None:
+    if json:
+        console.emit_json({"findings": [asdict(finding) for finding in findings]})
+        return
+    for index, finding in enumerate(findings, start=1):
+        print(f"{index}. **{finding.title}** {finding.text}")
+
+
+def _print(name: str, rows: list[LedgerRow]) -> None:
+    from rich.text import Text
+
+    console.out.rule(name)
+    for row in rows:
+        style = STATUS_STYLES.get(str(row.status), "bold")
+        console.out.print(Text.assemble((f"{row.status}", style), "  ", (row.claim.text, "bold")))
+        console.out.print(f"  published: {row.claim.published}", markup=False, highlight=False)
+        for finding in row.findings:
+            console.out.print(f"  ours: {_finding(finding)}", markup=False, highlight=False)
+        if row.claim.to_settle:
+            console.out.print(f"  to settle: {row.claim.to_settle}", markup=False, highlight=False)
+
+
+def _finding(finding: Finding) -> str:
+    seeds = f", {finding.seeds} seeds" if finding.seeds else ""
+    return f"{finding.text} [{finding.scale}{seeds}]"
+
+
+def _markdown(name: str, rows: list[LedgerRow]) -> str:
+    """Return a heading, one table row per claim, and the commands below."""
+    lines = [f"## {name.capitalize()}", "", "| claim | published | ours | status |", "|---|---|---|---|"]
+    commands: list[str] = []
+    for row in rows:
+        for finding in row.findings:
+            if finding.command not in commands:
+                commands.append(finding.command)
+        ours = "<br>".join(
+            f"{_finding(finding)} [{commands.index(finding.command) + 1}]" for finding in row.findings
+        )
+        if row.claim.to_settle:
+            ours += ("<br>" if ours else "") + f"*To settle:* {row.claim.to_settle}"
+        cells = (row.claim.text, row.claim.published, ours, f"**{row.status}**")
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    lines += ["", "Commands:", ""]
+    lines += [f"{index}. `{command}`" for index, command in enumerate(commands, start=1)]
+    return "\n".join([*lines, ""])

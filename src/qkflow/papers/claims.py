@@ -1,0 +1,286 @@
+"""The ledger: every claim of the three papers, beside what this project measured.
+
+A claim names its evidence: stored results under `docs/results`, as written by the commands of this project.
+The text, the seeds and the status of a row all follow from them; no number is typed here except published
+ones. Verdicts on differences are those of `qkflow.studies`, computed again from the stored runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from qkflow.errors import InputError
+from qkflow.papers.costs import StudyCost
+from qkflow.report.tables import format_difference
+from qkflow.studies import Comparison, load_comparison
+from qkflow.studies.design import SeedDesign, TestResult, Verdict, decide
+from qkflow.studies.results import ArmSummary
+from qkflow.studies.stats import PairedDifference
+
+_PACKAGED = Path(__file__).with_name("results")
+_REPOSITORY = Path(__file__).parents[3] / "docs" / "results"
+
+
+class Status(StrEnum):
+    """What our measurements say about a claim, at our scale."""
+
+    CONSISTENT = "consistent"
+    CONTRADICTED = "contradicted"
+    MIXED = "mixed"
+    UNDECIDED = "undecided"
+    NOT_TESTABLE = "not testable here"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One measurement. `supports`: the claim, its opposite (False), or neither (None)."""
+
+    text: str
+    scale: str
+    seeds: int | None
+    supports: bool | None
+    command: str
+
+
+class Evidence(Protocol):
+    """Something stored that bears on a claim."""
+
+    def read(self, results: Results) -> Finding: ...
+
+
+class Results:
+    """The stored results, each file read once."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or (_PACKAGED if _PACKAGED.is_dir() else _REPOSITORY)
+        self._comparisons: dict[str, Comparison] = {}
+
+    def comparison(self, name: str) -> Comparison:
+        if name not in self._comparisons:
+            self._comparisons[name] = load_comparison(self._path(name))
+        return self._comparisons[name]
+
+    def output(self, name: str) -> Any:
+        """Return the JSON that a command printed with --json."""
+        return json.loads(self._path(name).read_text("utf-8"))
+
+    def _path(self, name: str) -> Path:
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
+            raise InputError(f"the stored result {path} is missing", code="result-not-found")
+        return path
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on one arm of a stored comparison, against its reference or against a control.
+
+    expects   verdict that the claim predicts
+    label     what is compared with what, in words
+    """
+
+    record: str
+    arm: str
+    expects: Verdict
+    label: str
+    against: str | None = None
+
+    def read(self, results: Results) -> Finding:
+        comparison = results.comparison(self.record)
+        arm = find_arm(comparison, self.arm)
+        if self.against is None:
+            difference, verdict = arm.difference, arm.verdict
+        else:
+            control = arm.against_controls.get(self.against)
+            if control is None:
+                raise InputError(
+                    f"{self.record} does not compare '{self.arm}' with '{self.against}'", code="unknown-arm"
+                )
+            difference, verdict = control, control.verdict
+        mean, interval = format_difference(difference)
+        return Finding(
+            text=f"{self.label}: {mean} ({interval}), {verdict}",
+            scale=describe_scale(comparison),
+            seeds=difference.pairs if difference else 0,
+            supports=_supports(verdict, self.expects),
+            command=comparison.summary.command,
+        )
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The difference of two arms of a stored comparison, tested alone at the level of the study."""
+
+    record: str
+    arm: str
+    against: str
+    expects: Verdict
+    label: str
+
+    def read(self, results: Results) -> Finding:
+        comparison = results.comparison(self.record)
+        difference, verdict = compare_arms(comparison, self.arm, self.against)
+        mean, interval = format_difference(difference)
+        return Finding(
+            text=f"{self.label}: {mean} ({interval}), {verdict}",
+            scale=describe_scale(comparison),
+            seeds=difference.pairs,
+            supports=_supports(verdict, self.expects),
+            command=comparison.summary.command,
+        )
+
+
+@dataclass(frozen=True)
+class Output:
+    """A statement about the stored JSON output of a command.
+
+    text, supports   functions of the output
+    """
+
+    name: str
+    command: str
+    scale: str
+    text: Callable[[Any], str]
+    supports: Callable[[Any], bool | None]
+    seeds: int | None = None
+
+    def read(self, results: Results) -> Finding:
+        output = results.output(self.name)
+        return Finding(self.text(output), self.scale, self.seeds, self.supports(output), self.command)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A statement computed from the runs of a stored comparison, e.g. about stability.
+
+    measure   returns the text, and whether it supports the claim
+    """
+
+    record: str
+    measure: Callable[[Comparison], tuple[str, bool | None]]
+
+    def read(self, results: Results) -> Finding:
+        comparison = results.comparison(self.record)
+        text, supports = self.measure(comparison)
+        seeds = comparison.summary.reference.seeds if comparison.summary.reference else ()
+        command = comparison.summary.command
+        return Finding(text, describe_scale(comparison), len(seeds), supports, command)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A statement that needs no training: it is computed each time."""
+
+    command: str
+    scale: str
+    compute: Callable[[], tuple[str, bool]]
+
+    def read(self, results: Results) -> Finding:
+        text, supports = self.compute()
+        return Finding(text, self.scale, None, supports, self.command)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of a paper.
+
+    published   the figure its authors report
+    to_settle   what would settle it, where our evidence cannot
+    """
+
+    id: str
+    paper: str
+    text: str
+    published: str
+    evidence: tuple[Evidence, ...] = ()
+    to_settle: str | StudyCost = ""
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """A claim with what we found."""
+
+    claim: Claim
+    findings: tuple[Finding, ...] = field(default=())
+
+    @property
+    def status(self) -> Status:
+        votes = {finding.supports for finding in self.findings}
+        if not self.findings:
+            return Status.NOT_TESTABLE
+        if True in votes and False in votes:
+            return Status.MIXED
+        if True in votes:
+            return Status.CONSISTENT if None not in votes else Status.MIXED
+        return Status.CONTRADICTED if False in votes else Status.UNDECIDED
+
+    def to_dict(self) -> dict[str, Any]:
+        claim = self.claim
+        return {
+            "id": claim.id,
+            "paper": claim.paper,
+            "claim": claim.text,
+            "published": claim.published,
+            "status": str(self.status),
+            "findings": [
+                {
+                    "text": finding.text,
+                    "scale": finding.scale,
+                    "seeds": finding.seeds,
+                    "supports": finding.supports,
+                    "command": finding.command,
+                }
+                for finding in self.findings
+            ],
+            "to_settle": str(claim.to_settle) or None,
+        }
+
+
+def build_ledger(claims: Sequence[Claim], results: Results | None = None) -> list[LedgerRow]:
+    """Return every claim with its findings, from the stored results."""
+    results = results or Results()
+    return [LedgerRow(claim, tuple(item.read(results) for item in claim.evidence)) for claim in claims]
+
+
+def find_arm(comparison: Comparison, name: str) -> ArmSummary:
+    """Return an arm by name. Raise if the comparison does not have it."""
+    for arm in comparison.summary.arms:
+        if arm.variant == name:
+            return arm
+    known = ", ".join(arm.variant for arm in comparison.summary.arms)
+    raise InputError(f"{comparison.folder.name} has no arm '{name}', only {known}", code="unknown-arm")
+
+
+def compare_arms(comparison: Comparison, name: str, against: str) -> tuple[PairedDifference, Verdict]:
+    """Return the paired difference of two arms and its verdict, without a correction for other arms."""
+    first, second = (find_arm(comparison, each).losses for each in (name, against))
+    seeds = sorted(first.keys() & second.keys())
+    design = SeedDesign.fixed(comparison.summary.config.confidence, comparison.summary.config.margin_nats)
+    difference = design.difference([first[seed] for seed in seeds], [second[seed] for seed in seeds])
+    if difference.p is None or difference.p_equivalent is None:
+        return difference, Verdict.NO_VERDICT
+    p, direction, p_equivalent = (
+        np.array([value]) for value in (difference.p, difference.direction, difference.p_equivalent)
+    )
+    verdicts = decide(TestResult(p, direction, p_equivalent), np.array([difference.mean]), design)
+    return difference, Verdict(str(verdicts[0]))
+
+
+def describe_scale(comparison: Comparison) -> str:
+    """Return corpus, model size and tokens of a comparison in a few words."""
+    config = comparison.summary.config
+    tokens = f"{config.tokens / 1e6:g}M" if config.tokens else f"{config.minutes:g} min"
+    return f"{Path(config.data).name}, {config.preset}, {tokens} tokens"
+
+
+def _supports(verdict: Verdict, expects: Verdict) -> bool | None:
+    if verdict in (Verdict.UNDECIDED, Verdict.NO_VERDICT, Verdict.REFERENCE):
+        return None
+    return verdict == expects

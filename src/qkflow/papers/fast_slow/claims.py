@@ -1,0 +1,115 @@
+"""Claims of Gao (arXiv 2606.16730) on fast-slow coupling, and our evidence on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qkflow.papers.claims import Claim, Judged, Measured, Output, Paired, find_arm
+from qkflow.studies import Comparison
+from qkflow.studies.design import Verdict
+from qkflow.studies.slow_path_findings import OPEN_GATE_THRESHOLD
+from qkflow.studies.stats import t_interval
+
+PAPER = "Gao, arXiv 2606.16730"
+STUDY = "fast-slow"
+MUON = "{train.lr=0.012,train.optimizer=muon}@modern"
+THEORY = "qkflow timescale theory"
+STEP_TIME_TOLERANCE = 0.1  # a step within 10% of the dense model's is comparable
+ORDER_TOLERANCE = 0.05
+MAX_KL = 1e-3  # nats: the fitted equilibrium counts as found
+
+
+def _gate(comparison: Comparison) -> tuple[str, bool | None]:
+    """Share of the feedback in the residual stream at the last probe."""
+    cell = find_arm(comparison, f"slow{MUON}").cell
+    runs = [run for run in comparison.compared_runs if run.cell == cell]
+    shares = np.array([max(run.metrics["probe"][-1]["slow_share"]) for run in runs])
+    low, high, _ = t_interval(shares, comparison.summary.config.confidence)
+    text = f"‖g⊙ũ‖/‖x‖ at the end: {shares.mean():.3f} ({low or 0:.3f}…{high or 0:.3f})"
+    return f"{text}; open means above {OPEN_GATE_THRESHOLD:g}", bool((high or 0) < OPEN_GATE_THRESHOLD)
+
+
+def _step_time(comparison: Comparison) -> tuple[str, bool | None]:
+    slow, dense = (find_arm(comparison, name + MUON).cost for name in ("slow", "dense-matched"))
+    if not slow.step_time_ratio or not dense.step_time_ratio:
+        return "step times were not measured", None
+    ratio = slow.step_time_ratio / dense.step_time_ratio
+    return f"{ratio:.2f}× the step time of a dense model with equal FLOPs", abs(
+        ratio - 1
+    ) <= STEP_TIME_TOLERANCE
+
+
+def _order(output: Any) -> str:
+    return f"fitted order {output['order']:.4f} over ε = 1/2 … 1/{round(1 / output['epsilons'][-1])}"
+
+
+CLAIMS = (
+    Claim(
+        "fast-slow-neutral",
+        PAPER,
+        "At 500k tokens the slow path is neutral",
+        "within run-to-run noise",
+        (Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),),
+    ),
+    Claim(
+        "fast-slow-gate",
+        PAPER,
+        "At 500k tokens the gate stays closed",
+        "gate closed",
+        (Measured(STUDY, _gate),),
+    ),
+    Claim(
+        "fast-slow-frozen",
+        PAPER,
+        "Training the slow path gains nothing over freezing it",
+        "coupled = frozen within noise",
+        (
+            Paired(
+                STUDY,
+                f"slow{MUON}",
+                f"slow:frozen{MUON}",
+                Verdict.EQUIVALENT,
+                "trained against frozen slow weights",
+            ),
+        ),
+    ),
+    Claim(
+        "fast-slow-time",
+        PAPER,
+        "Wall-clock time is comparable to a dense baseline",
+        "≈ 0.97×",
+        (Measured(STUDY, _step_time),),
+    ),
+    Claim(
+        "fast-slow-order",
+        PAPER,
+        "The distance to the equilibrium manifold is of order ε",
+        "O(ε)",
+        (
+            Output(
+                "fast-slow-theory",
+                THEORY,
+                "6-state master equation",
+                _order,
+                lambda output: abs(output["order"] - 1) < ORDER_TOLERANCE,
+            ),
+        ),
+    ),
+    Claim(
+        "fast-slow-variational",
+        PAPER,
+        "A softmax network fitted to the residual is a variational approximation of the equilibrium",
+        "φ_θ(y) ≈ p_st(y)",
+        (
+            Output(
+                "fast-slow-theory",
+                THEORY,
+                "6-state master equation",
+                lambda output: f"mean KL to the stationary distribution {output['kl']['mean'][-1]:.1e} nats",
+                lambda output: output["kl"]["mean"][-1] < MAX_KL,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,192 @@
+"""Claims of Vashisht & Ramaswamy (ICML 2026, arXiv 2608.06776), and our evidence on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qkflow.papers.claims import Claim, Judged, Output
+from qkflow.studies.design import Verdict
+
+PAPER = "Vashisht & Ramaswamy, ICML 2026, arXiv 2608.06776"
+SYNTHETIC, FLOW = "qkflow pace synthetic", "qkflow pace flow"
+TASK_SCALE = "controlled task, one head"
+MUON = "{train.lr=0.012,train.optimizer=muon}@modern"
+SHARE_TOLERANCE = 5.0  # points of the heatmap: larger than the spread over seeds
+LOW_ATTENTION = 0.3  # attention on the distinct tokens at a loss of 1e-4
+
+
+def _row(output: Any, kind: str, *, growth: bool = False, fast: bool = False) -> Any:
+    """Return a row of the controlled task: `fast` with a constant faster rate, `growth` an increasing one."""
+    for row in output["rows"]:
+        if row["kind"] == kind and (row["growth"] != 1) == growth and (row["qk_lr"] != row["ov_lr"]) == fast:
+            return row
+    raise KeyError(kind)
+
+
+def _attention(row: Any) -> str:
+    return f"{row['mean_distinct_attention']:.2f}"
+
+
+def _largest_difference(output: Any) -> float:
+    return max(abs(value) for row in output["rows"] if row.get("difference") for value in row["difference"])
+
+
+def _synthetic(text: Callable[[Any], str], supports: Callable[[Any], bool | None]) -> Output:
+    return Output("pace-synthetic", SYNTHETIC, TASK_SCALE, text, supports, seeds=3)
+
+
+def _increasing(output: Any) -> tuple[Any, Any, Any]:
+    plain, increasing = _row(output, "FAFO"), _row(output, "FAFO", growth=True)
+    return plain, increasing, _row(output, "CACO", growth=True)
+
+
+def _increasing_text(output: Any) -> str:
+    names = ("FAFO", "FAFO increasing", "CACO increasing")
+    parts = [f"{name} {_attention(row)}" for name, row in zip(names, _increasing(output), strict=True)]
+    return "mean attention on distinct tokens: " + ", ".join(parts)
+
+
+def _alpha(output: Any, ratio: float) -> float:
+    return float(next(row["alpha"] for row in output["rows"] if row["ratio"] == ratio))
+
+
+def _measure(output: Any, name: str, ratio: str) -> Any:
+    return next(row for row in output["rows"] if row["ratio"] == ratio)["measures"][name]
+
+
+def _study(task: str, measures: tuple[str, ...], expects: str) -> Output:
+    """Return what the largest ratio of a pace study did to some measures."""
+
+    def verdicts(output: Any) -> list[tuple[str, Any, Any]]:
+        baseline, fastest = output["baseline"], output["rows"][-1]["ratio"]
+        return [
+            (name, _measure(output, name, baseline), _measure(output, name, fastest)) for name in measures
+        ]
+
+    def text(output: Any) -> str:
+        parts = [
+            f"{name.replace('_', ' ')} {before['mean']:.3g} → {after['mean']:.3g} ({after['verdict']})"
+            for name, before, after in verdicts(output)
+        ]
+        return f"{task}, r = {output['rows'][-1]['ratio']}: " + "; ".join(parts)
+
+    def supports(output: Any) -> bool | None:
+        found = {after["verdict"] for _, _, after in verdicts(output)}
+        if expects == "no change":
+            return False if "lowers" in found else None if "raises" in found else True
+        if "lowers" in found:
+            return False
+        return True if found == {"raises"} else None
+
+    return Output(
+        f"pace-{task}", f"qkflow pace study {task} --seeds 5", f"{task}, small model", text, supports, 5
+    )
+
+
+CLAIMS = (
+    Claim(
+        "pace-parameterization",
+        PAPER,
+        "The parameterization of the circuits decides the attention pattern at equal loss",
+        "share of instances by attention: FAFO .1/64.1/35.7/0/0, FACO 0/0/0/5.4/94.6",
+        (
+            _synthetic(
+                lambda output: (
+                    f"mean attention on distinct tokens: FAFO {_attention(_row(output, 'FAFO'))}, FACO "
+                    f"{_attention(_row(output, 'FACO'))}; largest difference to a published share "
+                    f"{_largest_difference(output):.1f} points"
+                ),
+                lambda output: _largest_difference(output) < SHARE_TOLERANCE,
+            ),
+        ),
+    ),
+    Claim(
+        "pace-sharpens",
+        PAPER,
+        "A larger ratio r of the learning rates sharpens attention",
+        "FAFO .2/.01 against .01/.01",
+        (
+            _synthetic(
+                lambda output: (
+                    f"mean attention on distinct tokens: r = 1 {_attention(_row(output, 'FAFO'))}, r = 20 "
+                    f"{_attention(_row(output, 'FAFO', fast=True))}"
+                ),
+                lambda output: (
+                    _row(output, "FAFO", fast=True)["mean_distinct_attention"]
+                    > _row(output, "FAFO")["mean_distinct_attention"]
+                ),
+            ),
+            Output(
+                "pace-flow",
+                FLOW,
+                "reduced gradient flow",
+                lambda output: (
+                    f"attention at a loss of 1e-4: r = 0.1 {_alpha(output, 0.1):.2f}, r = 1 "
+                    f"{_alpha(output, 1.0):.2f}, r = 10 {_alpha(output, 10.0):.2f}"
+                ),
+                lambda output: _alpha(output, 0.1) < _alpha(output, 1.0) < _alpha(output, 10.0),
+            ),
+        ),
+    ),
+    Claim(
+        "pace-factorized",
+        PAPER,
+        "A factorized circuit behaves like a collapsed one with an increasing learning rate",
+        "CACO increasing 0/0/2.6/86.9/10.5; FAFO increasing (not printed)",
+        (
+            _synthetic(
+                _increasing_text,
+                lambda output: (
+                    _increasing(output)[1]["mean_distinct_attention"]
+                    > _increasing(output)[0]["mean_distinct_attention"]
+                ),
+            ),
+        ),
+    ),
+    Claim(
+        "pace-slow",
+        PAPER,
+        "With r ≪ 1 the model predicts before it attends",
+        "α = .149 at r = .01",
+        (
+            Output(
+                "pace-flow",
+                FLOW,
+                "reduced gradient flow",
+                lambda output: f"attention at a loss of 1e-4 with r = 0.01: {_alpha(output, 0.01):.3f}",
+                lambda output: _alpha(output, 0.01) < LOW_ATTENTION,
+            ),
+        ),
+    ),
+    Claim(
+        "pace-scale",
+        PAPER,
+        "A larger r gives a larger scale of the query-key circuit",
+        "larger QK scale",
+        (_study("agreement", ("qk_scale",), "raises"), _study("hatexplain", ("qk_scale",), "raises")),
+    ),
+    Claim(
+        "pace-performance",
+        PAPER,
+        "Task performance stays equal",
+        "SVA 92.4 → 93.4, HateXplain 55.7 → 56.9, SQuAD 56.1 → 56.9",
+        (
+            _study("agreement", ("performance",), "no change"),
+            _study("hatexplain", ("performance",), "no change"),
+            Judged("ingredients", f"standard+pace=4{MUON}", Verdict.EQUIVALENT, "language modeling, r = 4"),
+        ),
+        to_settle="SQuAD needs a model that answers: pretraining on text and word vectors come first",
+    ),
+    Claim(
+        "pace-faithfulness",
+        PAPER,
+        "Attention confidence and comprehensiveness rise",
+        "AC: SVA 41.7 → 76.9, HateXplain 0 → 43.5, SQuAD 12.7 → 43.0; comprehensiveness .24 → .30, "
+        ".40 → .48, .38 → .53",
+        (
+            _study("agreement", ("confidence", "comprehensiveness"), "raises"),
+            _study("hatexplain", ("confidence", "comprehensiveness"), "raises"),
+        ),
+    ),
+)

@@ -1,0 +1,117 @@
+"""The ledger of claims: statuses follow from stored results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from input_errors import raises_code
+from qkflow.cli.main import dispatch
+from qkflow.papers.claims import (
+    Claim,
+    Finding,
+    Judged,
+    LedgerRow,
+    Output,
+    Paired,
+    Results,
+    Status,
+    build_ledger,
+)
+from qkflow.papers.ledger import CLAIMS_BY_DIAL
+from qkflow.studies import compare, save_record
+from qkflow.studies.design import Verdict
+from toy_study import SMALL_GRID, TOY
+
+MIN_SEEDS = 3
+CLAIM = Claim("id", "paper", "text", "published")
+
+
+def row(*votes: bool | None) -> LedgerRow:
+    return LedgerRow(CLAIM, tuple(Finding("", "", 5, vote, "") for vote in votes))
+
+
+@pytest.mark.parametrize(
+    ("votes", "status"),
+    [
+        ((), Status.NOT_TESTABLE),
+        ((True, True), Status.CONSISTENT),
+        ((False, False), Status.CONTRADICTED),
+        ((False, None), Status.CONTRADICTED),
+        ((True, False), Status.MIXED),
+        ((True, None), Status.MIXED),
+        ((None,), Status.UNDECIDED),
+    ],
+)
+def test_status(votes: tuple[bool | None, ...], status: Status) -> None:
+    assert row(*votes).status == status
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Results with a toy comparison in which euler is clearly better."""
+    folder = tmp_path_factory.mktemp("results")
+    compare("toy text", variants="standard,euler,drift", out=folder / "study", **SMALL_GRID, **TOY)
+    save_record(folder / "study", folder / "toy.json")
+    (folder / "number.json").write_text(json.dumps({"x": 2}))
+    return Results(folder)
+
+
+def test_verdict_of_the_judge_decides(stored: Results) -> None:
+    found = Judged("toy", "euler", Verdict.HELPS, "euler").read(stored)
+    assert found.supports is True
+    assert found.seeds == 3
+    assert found.text.startswith("euler: −")
+    assert found.text.endswith("helps")
+    assert Judged("toy", "euler", Verdict.EQUIVALENT, "euler").read(stored).supports is False
+    assert found.command == stored.comparison("toy").summary.command
+
+
+def test_two_arms_are_compared_by_pairs(stored: Results) -> None:
+    against_itself = Paired("toy", "euler", "euler", Verdict.EQUIVALENT, "same").read(stored)
+    assert against_itself.supports is True
+    assert Paired("toy", "euler", "standard", Verdict.HELPS, "better").read(stored).supports is True
+    assert Paired("toy", "standard", "euler", Verdict.HELPS, "worse").read(stored).supports is False
+
+
+def test_output_of_a_command(stored: Results) -> None:
+    evidence = Output("number", "cmd", "scale", lambda o: f"x = {o['x']}", lambda o: o["x"] > 1)
+    (ledger_row,) = build_ledger([Claim("id", "paper", "text", "published", (evidence,))], stored)
+    assert ledger_row.status == Status.CONSISTENT
+    assert ledger_row.findings[0].text == "x = 2"
+
+
+def test_missing_evidence(stored: Results) -> None:
+    with raises_code("result-not-found"):
+        Judged("absent", "euler", Verdict.HELPS, "euler").read(stored)
+    with raises_code("unknown-arm"):
+        Judged("toy", "absent", Verdict.HELPS, "euler").read(stored)
+
+
+def test_ledger_of_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not dispatch(["claims", "--json"])
+    ledgers = json.loads(capsys.readouterr().out)
+    ids = [entry["id"] for rows in ledgers.values() for entry in rows]
+    assert len(ids) == len(set(ids)) == sum(map(len, CLAIMS_BY_DIAL.values()))
+    for rows in ledgers.values():
+        for entry in rows:
+            assert entry["findings"] or entry["to_settle"], entry["id"]
+            for finding in entry["findings"]:
+                assert finding["command"].startswith("qkflow ")
+                assert finding["seeds"] is None or finding["seeds"] >= MIN_SEEDS, entry["id"]
+
+
+def test_claims_of_one_dial(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not dispatch(["claims", "timescale", "--markdown"])
+    out = capsys.readouterr().out
+    assert "## Timescale" in out
+    assert "## Pace" not in out
+    with raises_code("unknown-dial"):
+        dispatch(["claims", "speed"])
+
+
+def test_results_folder_of_the_user(tmp_path: Path) -> None:
+    with raises_code("result-not-found"):
+        dispatch(["claims", "--results", str(tmp_path)])
