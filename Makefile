@@ -4,10 +4,10 @@ BIN    := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit bench tables clean
+.PHONY: help demo test lint types unit bench tables docs docs-serve screenshots clean
 
 help:  ## Show this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 13
 
 # A stamp depends on what decides its content, so a second run installs nothing.
 .venv/.base: pyproject.toml constraints.txt
@@ -17,6 +17,10 @@ help:  ## Show this list
 
 .venv/.dev: .venv/.base
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
+.venv/.docs: .venv/.base
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
 	@touch $@
 
 demo: .venv/.base  ## Install, then ask: is it the coupling or the init?
@@ -41,5 +45,14 @@ tables: .venv/.base  ## Rewrite the generated tables and figures of README.md an
 	$(BIN)/python docs/generate_tables.py
 	$(BIN)/python docs/generate_figures.py
 
+docs: .venv/.docs  ## Build the documentation into site/
+	$(BIN)/zensical build --clean --strict
+
+docs-serve: .venv/.docs  ## Serve the documentation on localhost, rebuilt when a page changes
+	$(BIN)/zensical serve
+
+screenshots: .venv/.dev  ## Retake the screenshots of the documentation from real runs
+	$(BIN)/python docs/screenshots.py
+
 clean:  ## Remove the environment and build output
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache
+	rm -rf .venv build dist site src/*.egg-info .mypy_cache .ruff_cache

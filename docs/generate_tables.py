@@ -15,7 +15,7 @@ from pathlib import Path
 from qkflow.cli.main import dispatch
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLE = re.compile(r"(<!-- generated: qkflow (.+?) -->\n).*?(<!-- end -->)", re.S)
 
 

@@ -16,9 +16,9 @@ import pytest
 from qkflow.cli.main import COMMANDS, split_command
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXECUTED_ELSEWHERE = ("huggingface.md", "add_a_coupling.md")  # each has a test file of its own
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def python_blocks() -> Iterator[tuple[Path, str]]:

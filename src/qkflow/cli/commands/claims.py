@@ -51,7 +51,9 @@ def claims(
     if json:
         console.emit_json({name: [row.to_dict() for row in rows] for name, rows in ledgers.items()})
     elif markdown:
-        print("\n".join(_markdown(name, rows) for name, rows in ledgers.items()))
+        headings = [f"## {name.capitalize()}\n\n" if dial is None else "" for name in ledgers]
+        tables = [_markdown(rows) for rows in ledgers.values()]
+        print("\n".join(heading + table for heading, table in zip(headings, tables, strict=True)))
     else:
         for name, rows in ledgers.items():
             _print(name, rows)
@@ -84,9 +86,9 @@ def _finding(finding: Finding) -> str:
     return f"{finding.text} [{finding.scale}{seeds}]"
 
 
-def _markdown(name: str, rows: list[LedgerRow]) -> str:
-    """Return a heading, one table row per claim, and the commands below."""
-    lines = [f"## {name.capitalize()}", "", "| claim | published | ours | status |", "|---|---|---|---|"]
+def _markdown(rows: list[LedgerRow]) -> str:
+    """Return one table row per claim, and the commands below."""
+    lines = ["| claim | published | ours | status |", "|---|---|---|---|"]
     commands: list[str] = []
     for row in rows:
         for finding in row.findings:
