@@ -1,8 +1,8 @@
 """Show the two-column lists of our docstrings as tables in the API reference (an extension of griffe).
 
-    dim                  size of the residual stream
-    n_heads, n_kv_heads  query heads, and key/value heads
-                         shared by groups of them
+dim                  size of the residual stream
+n_heads, n_kv_heads  query heads, and key/value heads
+                     shared by groups of them
 """
 
 from __future__ import annotations

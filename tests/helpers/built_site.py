@@ -58,11 +58,10 @@ def broken_links(folder: Path) -> list[str]:
             base = folder if parts.path.startswith("/") else page.path.parent
             target = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else page.path
             target = target / "index.html" if target.is_dir() else target
-            if not target.is_file():
+            anchor = unquote(parts.fragment)
+            has_anchor = not anchor or target not in pages or anchor in pages[target].anchors
+            if not target.is_file() or not has_anchor:
                 broken.append(f"{page.path.name}: {url}")
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].anchors:
-                    broken.append(f"{page.path.name}: {url}")
     return broken
 
 
