@@ -72,6 +72,7 @@ RENAMED_FLAGS = {
 }
 
 HELP_FLAGS = ("-h", "--help", "help")
+TOP_LEVEL_FLAGS = ["--help", "--version", "--no-color", "--print-completion"]
 
 
 def usage(names: Collection[str] = COMMANDS) -> str:
@@ -81,7 +82,8 @@ def usage(names: Collection[str] = COMMANDS) -> str:
         "qkflow: the dynamics of attention.\n\n"
         f"usage: qkflow COMMAND [options]\n\ncommands:\n{rows}\n\n"
         "`qkflow COMMAND --help` shows a command's options and examples.\n"
-        "Every command takes --json. Set QKFLOW_DEBUG=1 to see a traceback with an error."
+        "`qkflow --version`; `qkflow --print-completion bash|zsh|fish` prints a script for tab completion.\n"
+        "Every command takes --json and --no-color. Set QKFLOW_DEBUG=1 to see a traceback with an error."
     )
 
 
@@ -111,6 +113,38 @@ def check_renamed_flags(argv: Sequence[str], command: Callable[..., object]) -> 
             raise InputError(f"{old} was renamed: write {new}", code="renamed-flag")
 
 
+def load_command(name: str) -> Callable[..., object]:
+    """Import and return the function of a command."""
+    module, function, _ = COMMANDS[name]
+    command: Callable[..., object] = getattr(
+        importlib.import_module(f"qkflow.cli.commands.{module}"), function
+    )
+    return command
+
+
+def disable_color(argv: Sequence[str]) -> list[str]:
+    """Return the arguments without --no-color. Where it or NO_COLOR is set, no command prints color."""
+    rest = [argument for argument in argv if argument != "--no-color"]
+    if len(rest) < len(argv):
+        os.environ["NO_COLOR"] = "1"  # read by rich, and by the processes that a command starts
+    if os.environ.get("NO_COLOR"):
+        os.environ["PYTHON_TYRO_ANSI_CODES"] = "False"  # the help of tyro does not read NO_COLOR
+    return rest
+
+
+def _completion_script(argv: Sequence[str]) -> str:
+    from qkflow.cli.completion import SHELLS, command_flags, completion_script
+
+    shell = " ".join(argv).replace("=", " ").partition(" ")[2]
+    if not shell:
+        raise InputError(f"--print-completion needs a shell: {', '.join(SHELLS)}", code="shell-missing")
+    if shell not in SHELLS:  # before every command is imported
+        raise unknown("shell", shell, SHELLS)
+    help_lines = {name: text for name, (_, _, text) in COMMANDS.items()}
+    flags = {name: command_flags(load_command(name)) for name in COMMANDS}
+    return completion_script(shell, help_lines, flags, TOP_LEVEL_FLAGS)
+
+
 def dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP_FLAGS:
         print(usage())
@@ -123,13 +157,15 @@ def dispatch(argv: Sequence[str]) -> int:
 
         print(f"qkflow {__version__}")
         return 0
+    if argv[0].partition("=")[0] == "--print-completion":
+        print(_completion_script(argv), end="")
+        return 0
     name, rest = split_command(argv)
-    module, function, _ = COMMANDS[name]
     import tyro
 
     from qkflow.cli.help import annotate_for_tyro
 
-    command = getattr(importlib.import_module(f"qkflow.cli.commands.{module}"), function)
+    command = load_command(name)
     check_renamed_flags(rest, command)
     command = annotate_for_tyro(command)
     exit_code = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
@@ -140,7 +176,7 @@ def main() -> None:
     # Transparent huge pages for large tensors on Linux: decoding reads weights about 10% faster
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
-        code = dispatch(sys.argv[1:])
+        code = dispatch(disable_color(sys.argv[1:]))
     except InputError as error:
         if os.environ.get("QKFLOW_DEBUG"):
             raise
