@@ -8,6 +8,7 @@ import pytest
 
 from input_errors import raises_code
 from qkflow.cli import main
+from qkflow.data.corpus_size import measure_corpus
 from qkflow.studies import estimate
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.estimate import MAX_RUNS, check_run_count, vocab_size
@@ -87,6 +88,31 @@ def test_bad_settings_are_refused_as_in_a_real_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with raises_code("folder-not-empty"):
         preview(out=tmp_path)
+
+
+def test_corpus_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = tmp_path / "notes.jsonl"
+    notes.write_text("".join(json.dumps({"text": f"höhe {i}"}) + "\n" for i in range(100)))
+    options = ["--variants", "euler", "--controls", "none", "--inits", "gpt2", "--dry-run"]
+    assert main.dispatch(["compare", "--data", str(notes), *options]) == 0
+    assert "notes.jsonl: 100 documents, 0.0 MB of text" in capsys.readouterr().out.replace("\n", "")
+    assert main.dispatch(["compare", "--data", str(notes), *options, "--json"]) == 0
+    size = json.loads(capsys.readouterr().out)["corpus"]
+    assert size == {"name": str(notes), "documents": 100, "n_bytes": 10 * 7 + 90 * 8, "read": "all"}
+    for name, code in (("nowhere.txt", "corpus-not-found"), ("spechees", "unknown-corpus")):
+        with raises_code(code):
+            main.dispatch(["compare", "--data", name, *options])
+
+
+def test_large_and_hub_corpora_are_not_read_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkflow.data.corpus_size.MAX_BYTES", 1000)
+    size = measure_corpus("patterns:documents=400")
+    assert size.read == "start"
+    assert 1000 < size.n_bytes < 10_000
+    assert "at least" in str(size)
+    assert measure_corpus("wikitext-2").read == "nothing"
 
 
 def test_adaptive_seeds_and_power_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qkflow.data.corpus_size import CorpusSize, measure_corpus
 from qkflow.models.cost import flops_per_token
 from qkflow.studies.compare import plan_study, read_pilot_sd
 from qkflow.studies.config import AUTO, ComparisonConfig, EngineName, ExecutionConfig
@@ -45,6 +46,7 @@ class StudyPreview:
     """The runs of a comparison. A cell of two arms is counted once in the totals."""
 
     folder: str
+    corpus: CorpusSize
     arms: tuple[ArmPreview, ...]
     cells: int
     runs: int
@@ -68,10 +70,11 @@ def preview(
     threads: int = 1,
     **settings: Any,
 ) -> StudyPreview:
-    """Check a comparison as `compare` does, and estimate its cost; the corpus is not read."""
+    """Check a comparison as `compare` does, read its corpus, and estimate its cost."""
     config = ComparisonConfig.parse(data=data, **settings)
     ExecutionConfig(engine, jobs, threads).check()
     grid, study_dir = plan_study(config, out)
+    corpus = measure_corpus(config.data)
     jobs = jobs or default_jobs(config.device, threads)
     speed = matmul_flops_per_second(config.device, threads)
     cost = _flops_per_token(grid)
@@ -96,7 +99,8 @@ def preview(
     arms = tuple(preview_arm(arm) for arm in grid.arms)
     cells, notes = grid.cells, (*_notes(grid), *_power_note(grid, read_pilot_sd(config.pilot)))
     totals = summarize(cells)
-    return StudyPreview(str(study_dir.path), arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
+    folder = str(study_dir.path)
+    return StudyPreview(folder, corpus, arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
 
 
 def _n_runs(grid: Grid, cell: Cell) -> int:

@@ -51,7 +51,8 @@ def compare(
 
     Args:
         out: folder of the study (default: runs/DATA-PRESET-BUDGET).
-        dry_run: print arms, runs, FLOPs and estimated hours, and exit; nothing is written.
+        dry_run: read the corpus, print its size, arms, runs, FLOPs and estimated hours, and exit; nothing is
+            written.
         json: print the summary as one JSON object on stdout.
     """
     if dry_run:
@@ -82,6 +83,7 @@ def print_preview(planned: StudyPreview, json: bool) -> int:
     total = f"{planned.flops:.2g}", f"{planned.hours:.2f}"
     table.add_row("total", "", str(planned.cells), str(planned.runs), "", *total, style="bold")
     console.out.print(table)
+    console.out.print(f"corpus: {planned.corpus}", markup=False, highlight=False)
     speed = f"{planned.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
     basis = f"{planned.jobs} runs at a time, {planned.utilization:.0%} of the measured {speed} of a matmul"
     console.out.print(f"hours: {basis}", markup=False, highlight=False)
