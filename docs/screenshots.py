@@ -1,0 +1,126 @@
+"""Retake the screenshots of the documentation from a real study and a real model: `make screenshots`.
+
+Needs the Python package playwright and Chromium (`--chromium PATH`, default: the one on the PATH). The report is
+that of the stored runs of `make demo`. The model of the explorer is trained in `runs/screenshots`, once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from qkflow.errors import InputError
+
+IMAGES = Path(__file__).parent / "images"
+MAX_BYTES = 200_000
+BROWSER_ARGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+STUDY = Path(__file__).parent / "results" / "init-or-coupling.json"  # the runs of `make demo`
+MODEL = ["--data", "speeches", "--tokens", "300k", "--init", "modern", "--coupling", "euler"]
+MODEL += ["--set", "train.optimizer=muon", "--lr", "1e-2"]
+TEXT = (
+    "The Congress shall act, and the Congress has acted. The people of the United States thank the Congress."
+)
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One picture: a page, the element to scroll to, the size of the window and the color scheme."""
+
+    name: str
+    url: str
+    anchor: str | None = None
+    width: int = 1200
+    height: int = 800
+    scheme: str = "light"
+    wait_ms: int = 2500
+
+
+def qkflow(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "qkflow", *arguments], check=True)
+
+
+def train(model: Path) -> None:
+    """Train the model of the explorer, unless it is there."""
+    if not (model / "result.json").is_file():
+        qkflow("train", str(model), *MODEL)
+
+
+@contextmanager
+def explorer(model: Path) -> Iterator[str]:
+    """Serve the explorer; yield its address."""
+    command = ["explore", str(model), "--text", TEXT, "--no-browser", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "qkflow", *command], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            printed = ""
+            for line in server.stdout:
+                printed += line
+                if line.startswith("}"):
+                    break
+            yield json.loads(printed)["url"]
+        finally:
+            server.terminate()
+
+
+def take(browser: Any, shot: Shot) -> None:
+    """Write one picture. Raise if it is too large for the repository."""
+    context = browser.new_context(
+        viewport={"width": shot.width, "height": shot.height}, color_scheme=shot.scheme
+    )
+    page = context.new_page()
+    page.goto(shot.url)
+    page.wait_for_timeout(shot.wait_ms)
+    if shot.anchor:
+        page.locator(shot.anchor).first.scroll_into_view_if_needed()
+        page.wait_for_timeout(500)
+    path = IMAGES / f"{shot.name}.png"
+    page.screenshot(path=str(path))
+    context.close()
+    if path.stat().st_size > MAX_BYTES:
+        raise InputError(f"{path} has more than {MAX_BYTES:,} bytes: use a smaller window", code="too-large")
+    print(f"{path.relative_to(IMAGES.parent)}: {path.stat().st_size / 1e3:.0f} kB", file=sys.stderr)
+
+
+def main(work: Path = Path("runs/screenshots"), chromium: Path | None = None) -> None:
+    """Train what is missing, and take every picture."""
+    from playwright.sync_api import sync_playwright
+
+    executable = str(chromium or shutil.which("chromium") or shutil.which("chromium-browser") or "")
+    if not executable:
+        raise InputError("there is no Chromium on the PATH: give --chromium", code="no-browser")
+    IMAGES.mkdir(exist_ok=True)
+    work.mkdir(parents=True, exist_ok=True)
+    page, model = work / "report.html", work / "model"
+    qkflow("report", str(STUDY), "--out", str(page))
+    train(model)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=BROWSER_ARGS)
+        report = page.resolve().as_uri()
+        take(browser, Shot("report", report))
+        take(browser, Shot("report-dark", report, scheme="dark"))
+        with explorer(model) as url:
+            take(browser, Shot("explorer", url, wait_ms=5000))
+        browser.close()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
