@@ -1,7 +1,7 @@
 """Retake the screenshots of the documentation from a real study and a real model: `make screenshots`.
 
-Needs the Python package playwright and Chromium (`--chromium PATH`, default: the one on the PATH). The report is
-that of the stored runs of `make demo`. The model of the explorer is trained in `runs/screenshots`, once.
+Needs the Python package playwright and Chromium (`--chromium PATH`, default: the one on the PATH). The report
+is that of the stored runs of `make demo`. The model of the explorer is trained in `runs/screenshots`, once.
 """
 
 from __future__ import annotations
