@@ -73,6 +73,10 @@ class Comparison:
         """The runs that are compared, without those that only measured costs or tuned."""
         return [run for run in self.runs if run.phase == "compare"]
 
+    def runs_of(self, cell: str) -> list[RunData]:
+        """Return the compared runs of a cell, one per seed."""
+        return [run for run in self.compared_runs if run.cell == cell]
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict per arm, the reference first."""
