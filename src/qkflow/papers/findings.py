@@ -33,9 +33,9 @@ def main_findings(results: Results) -> list[MainFinding]:
             "With AdamW and the plain init `fan_in`, an `euler` coupling changes perplexity by "
             f"{_change(study, WEAK_EULER, WEAK_REFERENCE)} and a free symmetric init by "
             f"{_change(study, WEAK_SYMMETRIC, WEAK_REFERENCE)}. Both stay behind standard attention with "
-            f"Muon and the init `modern`, by {_change(study, WEAK_EULER)} and {_change(study, WEAK_SYMMETRIC)}. "
-            f"Added to that baseline, `euler` changes {_change(study, EULER)} ({describe_scale(study)}, "
-            f"{seeds} seeds).",
+            f"Muon and the init `modern`, by {_change(study, WEAK_EULER)} and "
+            f"{_change(study, WEAK_SYMMETRIC)}. Added to that baseline, `euler` changes "
+            f"{_change(study, EULER)} ({describe_scale(study)}, {seeds} seeds).",
         ),
         MainFinding(
             "The optimizer does more than any dial.",
