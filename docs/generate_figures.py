@@ -10,33 +10,23 @@ from pathlib import Path
 import numpy as np
 
 from qkflow.papers.claims import Results, find_arm
+from qkflow.papers.coupled_dynamics import claims as arms
 from qkflow.studies.stats import t_interval
 
 ROOT = Path(__file__).parents[1]
 FINDINGS = ROOT / "docs" / "images" / "findings.svg"
-FAN_IN, GPT2 = "{train.lr=0.006}@fan_in", "{train.lr=0.003}@gpt2"
-MUON = "{train.lr=0.012,train.optimizer=muon}"
 # heading, then label and arm of the stored comparison
 GROUPS: dict[str, dict[str, str]] = {
     "AdamW": {
-        "standard, init fan_in": f"standard{FAN_IN}",
-        "+ euler coupling": f"euler{FAN_IN}",
-        "+ uncoupled networks": f"uncoupled{FAN_IN}",
-        "+ symmetric init": f"symmetric{FAN_IN}",
-        "standard, init gpt2": f"standard{GPT2}",
-        "standard, init modern": "standard{train.lr=0.0015}@modern",
+        "standard, init fan_in": arms.WEAK_REFERENCE,
+        "+ euler coupling": arms.WEAK_EULER,
+        "+ uncoupled networks": arms.WEAK_UNCOUPLED,
+        "+ symmetric init": arms.WEAK_SYMMETRIC,
+        "standard, init modern": arms.ADAMW_MODERN,
     },
     "Muon": {
-        "standard, init fan_in": "standard{train.lr=0.024,train.optimizer=muon}@fan_in",
-        "standard, init gpt2": f"standard{MUON}@gpt2",
-        "standard, init modern": f"standard{MUON}",
-        "+ euler coupling": f"euler{MUON}@modern",
-        "+ leapfrog, 7 steps": f"leapfrog:n=7{MUON}@modern",
-        "+ affine coupling": f"affine{MUON}@modern",
-        "+ drift": f"drift{MUON}@modern",
-        "+ symmetric init": f"symmetric:c=0.5{MUON}@modern",
-        "+ query-key rate × 4": f"standard+pace=4{MUON}@modern",
-        "+ query-key rate × 0.5": f"standard+pace=0.5{MUON}@modern",
+        "standard, init modern": arms.REFERENCE,
+        "+ euler coupling": arms.EULER,
     },
 }
 ROW, LEFT, WIDTH, TOP, BOTTOM = 22, 190, 720, 46, 40
@@ -56,8 +46,8 @@ class Point:
 def read_points() -> dict[str, list[Point]]:
     comparison = Results().comparison("ingredients")
     groups: dict[str, list[Point]] = {}
-    for heading, arms in GROUPS.items():
-        for label, name in arms.items():
+    for heading, rows in GROUPS.items():
+        for label, name in rows.items():
             losses = np.array(find_arm(comparison, name).loss_by_seed)
             low, high, _ = t_interval(losses, comparison.summary.config.confidence)
             mean = float(losses.mean())

@@ -116,6 +116,11 @@ def test_generated_tables_are_current(page: Path) -> None:
     assert render(text) == text, "run `make tables`"
 
 
+def test_figures_are_current() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "generate_figures.py"))
+    assert script["render_findings"]() == script["FINDINGS"].read_text("utf-8"), "run `make tables`"
+
+
 def test_options_of_couplings_are_documented() -> None:
     from qkflow.attention import couplings
 

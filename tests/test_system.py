@@ -46,3 +46,14 @@ def test_collect_env_names_versions_and_device() -> None:
     assert env["torch"] == torch.__version__
     assert env["device"] == "cpu"
     assert env["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"), [({"avx512_bf16": False}, False), ({"avx512_bf16": True}, True), ({}, True)]
+)
+def test_bfloat16_instructions(
+    capabilities: dict[str, bool], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert system.has_bfloat16_instructions(torch.device("cpu")) is expected
+    assert system.has_bfloat16_instructions(torch.device("cuda"))

@@ -51,6 +51,17 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def has_bfloat16_instructions(device: torch.device) -> bool:
+    """Return whether matmuls in bfloat16 are fast on the device; a CPU without instructions emulates them."""
+    import torch
+
+    if device.type != "cpu":
+        return True
+    # Older versions of PyTorch do not report capabilities.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict[str, bool])()
+    return bool(capabilities.get("avx512_bf16", capabilities.get("bf16", True)))  # x86, ARM
+
+
 def collect_env(device: torch.device | None = None) -> dict[str, Any]:
     """Return the versions and hardware to store beside a measurement on `device` (default: the CPU)."""
     import torch

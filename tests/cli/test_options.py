@@ -21,7 +21,7 @@ COMPARE_FLAGS = {
     "data", "variants", "controls", "inits", "seeds", "preset", "tokens", "minutes", "out", "tokenizer",
     "seq_len", "batch_size", "lr", "schedule", "tune_lr", "lr_factors", "match", "verdict", "confidence",
     "device", "engine", "jobs", "threads", "json", "baselines", "dry_run", "max_seeds", "screening_seeds",
-    "margin", "pilot", "precision", "tune_tokens", "finetune", "finetune_data", "finetune_epochs",
+    "margin", "pilot", "reuse", "precision", "tune_tokens", "finetune", "finetune_data", "finetune_epochs",
     "finetune_lr", "finetune_examples",
 }  # fmt: skip
 REPRODUCE_FLAGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,10 @@ from qkflow.papers.claims import (
     Results,
     Status,
     build_ledger,
+    judged_difference,
 )
+from qkflow.papers.coupled_dynamics import claims as arms
+from qkflow.papers.findings import main_findings
 from qkflow.papers.ledger import CLAIMS_BY_DIAL
 from qkflow.studies import compare, save_record
 from qkflow.studies.design import Verdict
@@ -101,6 +105,22 @@ def test_ledger_of_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
             for finding in entry["findings"]:
                 assert finding["command"].startswith("qkflow ")
                 assert finding["seeds"] is None or finding["seeds"] >= MIN_SEEDS, entry["id"]
+
+
+def test_titles_of_the_findings_hold() -> None:
+    """The titles are written by hand: the verdicts behind them must agree."""
+    results = Results()
+    study, slow = results.comparison("ingredients"), results.comparison("fast-slow")
+
+    def verdict(name: str, against: str | None = None) -> Verdict:
+        return judged_difference(study, name, against)[1]
+
+    assert verdict(arms.WEAK_EULER, arms.WEAK_REFERENCE) == Verdict.HELPS
+    assert verdict(arms.WEAK_EULER) == verdict(arms.ADAMW_MODERN) == Verdict.HURTS
+    assert verdict(arms.EULER) in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
+    assert judged_difference(slow, f"slow{arms.MUON}@modern")[1] != Verdict.HELPS
+    for finding in main_findings(results):
+        assert re.search(r"[+−][\d.]+% \([+−][\d.]+…[+−][\d.]+; [a-z]+\)", finding.text), finding.text
 
 
 def test_claims_of_one_dial(capsys: pytest.CaptureFixture[str]) -> None:

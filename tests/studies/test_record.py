@@ -10,7 +10,7 @@ import pytest
 from input_errors import raises_code
 from qkflow.cli.main import dispatch
 from qkflow.report.study_tables import TABLES
-from qkflow.studies import Comparison, compare, load_comparison, save_record
+from qkflow.studies import Comparison, compare, load_comparison, restore_record, save_record
 from qkflow.studies.stability import SPIKE_NATS, measure_stability
 from toy_study import SMALL_GRID, TOY
 
@@ -38,6 +38,38 @@ def test_record_gives_the_same_verdicts(comparison: Comparison, tmp_path: Path) 
         assert [list(row.values())[:3] for row in rows(read)] == [
             list(row.values())[:3] for row in rows(comparison)
         ]
+
+
+def test_restored_runs_are_not_repeated(comparison: Comparison, tmp_path: Path) -> None:
+    path, folder = tmp_path / "record.json", tmp_path / "restored"
+    save_record(comparison.folder, path)
+    restore_record(path, folder)
+    before = {p.parent.name: p.stat().st_mtime_ns for p in folder.glob("runs/*/result.json")}
+    assert len(before) == sum(run.loss is not None for run in comparison.runs)
+    read = load_comparison(folder)
+    assert [row["verdict"] for row in read.rows] == [row["verdict"] for row in comparison.rows]
+    again = tmp_path / "again.json"
+    save_record(folder, again)
+    finished = [run for run in json.loads(path.read_text())["runs"] if run.get("status") == "finished"]
+    assert [run for run in json.loads(again.read_text())["runs"] if run.get("status")] == finished
+
+    extended = compare(
+        "toy text", variants="standard,euler,broken@gpt2,drift", out=folder, **SMALL_GRID, **TOY
+    )
+    assert "drift" in extended.verdicts
+    for name, written in before.items():
+        if (result := folder / "runs" / name / "result.json").exists():
+            assert result.stat().st_mtime_ns == written
+    restore_record(path, folder)  # a study that exists is left as it is
+    assert load_comparison(folder).verdicts == extended.verdicts
+
+
+def test_reuse_needs_a_folder(tmp_path: Path) -> None:
+    with raises_code("reuse-needs-out"):
+        dispatch(["compare", "--reuse", str(tmp_path / "record.json")])
+    with raises_code("corrupt-record"):
+        dispatch(["compare", "--reuse", str(tmp_path / "absent.json"), "--out", str(tmp_path / "study")])
+    assert not (tmp_path / "study").exists()
 
 
 def test_report_prints_tables_of_a_record(

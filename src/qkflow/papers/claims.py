@@ -18,8 +18,9 @@ import numpy as np
 
 from qkflow.errors import InputError
 from qkflow.papers.costs import StudyCost
-from qkflow.report.tables import format_difference
+from qkflow.report.tables import format_change
 from qkflow.studies import Comparison, load_comparison
+from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.design import SeedDesign, TestResult, Verdict, decide
 from qkflow.studies.results import ArmSummary
 from qkflow.studies.stats import PairedDifference
@@ -94,21 +95,11 @@ class Judged:
 
     def read(self, results: Results) -> Finding:
         comparison = results.comparison(self.record)
-        arm = find_arm(comparison, self.arm)
-        if self.against is None:
-            difference, verdict = arm.difference, arm.verdict
-        else:
-            control = arm.against_controls.get(self.against)
-            if control is None:
-                raise InputError(
-                    f"{self.record} does not compare '{self.arm}' with '{self.against}'", code="unknown-arm"
-                )
-            difference, verdict = control, control.verdict
-        mean, interval = format_difference(difference)
+        difference, verdict = judged_difference(comparison, self.arm, self.against)
         return Finding(
-            text=f"{self.label}: {mean} ({interval}), {verdict}",
+            text=f"{self.label}: {format_change(difference)}, {verdict}",
             scale=describe_scale(comparison),
-            seeds=difference.pairs if difference else 0,
+            seeds=len(find_arm(comparison, self.arm).seeds),
             supports=_supports(verdict, self.expects),
             command=comparison.summary.command,
         )
@@ -127,9 +118,8 @@ class Paired:
     def read(self, results: Results) -> Finding:
         comparison = results.comparison(self.record)
         difference, verdict = compare_arms(comparison, self.arm, self.against)
-        mean, interval = format_difference(difference)
         return Finding(
-            text=f"{self.label}: {mean} ({interval}), {verdict}",
+            text=f"{self.label}: {format_change(difference)}, {verdict}",
             scale=describe_scale(comparison),
             seeds=difference.pairs,
             supports=_supports(verdict, self.expects),
@@ -256,6 +246,21 @@ def find_arm(comparison: Comparison, name: str) -> ArmSummary:
             return arm
     known = ", ".join(arm.variant for arm in comparison.summary.arms)
     raise InputError(f"{comparison.folder.name} has no arm '{name}', only {known}", code="unknown-arm")
+
+
+def judged_difference(
+    comparison: Comparison, name: str, against: str | None = None
+) -> tuple[PairedDifference | BlockedDifference | None, Verdict]:
+    """Return the difference of an arm to the reference, or to a control, and the verdict of the judge."""
+    arm = find_arm(comparison, name)
+    if against is None:
+        return arm.difference, arm.verdict
+    control = arm.against_controls.get(against)
+    if control is None:
+        raise InputError(
+            f"{comparison.folder.name} does not compare '{name}' with '{against}'", code="unknown-arm"
+        )
+    return control, control.verdict
 
 
 def compare_arms(comparison: Comparison, name: str, against: str) -> tuple[PairedDifference, Verdict]:

@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qkflow.report.tables import format_difference, format_number
+from qkflow.report.tables import format_change, format_difference, format_number
 from qkflow.studies import Comparison
 from qkflow.studies.run_data import RunData
-from qkflow.studies.stats import t_interval
+from qkflow.studies.stats import paired_difference, t_interval
 
-TableName = Literal["verdicts", "cells", "rates", "dynamics"]
+TableName = Literal["verdicts", "cells", "rates", "gaps", "dynamics"]
 Row = dict[str, str]
+GAP_COLUMNS = 5  # token counts at which the gap to the reference is shown
 INDUCTION_THRESHOLD = 0.3  # of the strongest head: an induction head has formed
 
 
@@ -86,6 +87,47 @@ def rate_rows(comparison: Comparison) -> list[Row]:
     return rows
 
 
+def gap_rows(comparison: Comparison) -> list[Row]:
+    """Return one row per judged model: its difference to the reference during training, by tokens.
+
+    Evaluations before the last are on fewer tokens, so their intervals are wide.
+    """
+    reference = comparison.summary.reference
+    if reference is None:
+        return []
+    curves = {run.seed: dict(_loss_by_tokens(run)) for run in comparison.runs_of(reference.cell)}
+    common = sorted(set.intersection(*(set(curve) for curve in curves.values())) if curves else ())
+    kept = (
+        [common[round(i * (len(common) - 1) / GAP_COLUMNS)] for i in range(1, GAP_COLUMNS + 1)]
+        if common
+        else []
+    )
+    rows = []
+    for cell, runs in _runs_by_cell(comparison, ("compare",)).items():
+        row = {"model": cell, "seeds": str(len(runs))}
+        for tokens in kept:
+            pairs = [
+                (loss, base)
+                for run in runs
+                if (loss := dict(_loss_by_tokens(run)).get(tokens)) is not None
+                and (base := curves.get(run.seed, {}).get(tokens)) is not None
+            ]
+            row[f"{tokens / 1e3:.0f}k"] = _gap(pairs, comparison) if cell != reference.cell else "–"
+        rows.append(row)
+    return rows
+
+
+def _loss_by_tokens(run: RunData) -> list[tuple[float, float]]:
+    return [(tokens, loss) for _, tokens, _, loss in run.curve()]
+
+
+def _gap(pairs: Sequence[tuple[float, float]], comparison: Comparison) -> str:
+    if len(pairs) < 2:
+        return "–"
+    losses, reference = ([pair[side] for pair in pairs] for side in (0, 1))
+    return format_change(paired_difference(losses, reference, comparison.summary.config.confidence))
+
+
 def dynamics_rows(comparison: Comparison) -> list[Row]:
     """Return one row per judged model: stability of training, and what attention became."""
     rows = []
@@ -115,6 +157,7 @@ TABLES: Mapping[TableName, Callable[[Comparison], list[Row]]] = {
     "verdicts": verdict_rows,
     "cells": cell_rows,
     "rates": rate_rows,
+    "gaps": gap_rows,
     "dynamics": dynamics_rows,
 }
 

@@ -87,6 +87,12 @@ def format_difference(difference: PairedDifference | BlockedDifference | None) -
     return format_percent(mean), f"{format_signed(low)}…{format_signed(high)}"
 
 
+def format_change(difference: PairedDifference | BlockedDifference | None) -> str:
+    """Return a difference with its interval, e.g. `−1.2% (−2.0…−0.4)`."""
+    mean, interval = format_difference(difference)
+    return f"{mean} ({interval})"
+
+
 def terminal_table(summary: StudySummary) -> Table:
     """Return a table that fits 80 columns with names of usual length."""
     from rich import box

@@ -22,7 +22,7 @@ from qkflow.studies.grid import (
 )
 from qkflow.studies.phases import StudyRunner
 from qkflow.studies.plan import PlannedArm, StudyPlan
-from qkflow.studies.record import read_record, write_record
+from qkflow.studies.record import read_record, restore_runs, write_record
 from qkflow.studies.results import StudySummary
 from qkflow.studies.run_data import RunData, load_runs
 from qkflow.studies.runner.engines import ENGINES
@@ -72,6 +72,10 @@ class Comparison:
     def compared_runs(self) -> list[RunData]:
         """The runs that are compared, without those that only measured costs or tuned."""
         return [run for run in self.runs if run.phase == "compare"]
+
+    def runs_of(self, cell: str) -> list[RunData]:
+        """Return the compared runs of a cell, one per seed."""
+        return [run for run in self.compared_runs if run.cell == cell]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -164,6 +168,21 @@ def load_comparison(folder: str | Path) -> Comparison:
 def save_record(folder: str | Path, path: Path) -> None:
     """Write the study in `folder` as a record, one JSON file that `load_comparison` reads."""
     write_record(*_load_plan_and_runs(Path(folder)), path)
+
+
+def restore_record(path: str | Path, folder: str | Path) -> None:
+    """Write the finished runs of a record into `folder`, so that `compare(out=folder)` does not repeat them.
+
+    A folder that holds a study already is left as it is. A record has no weights: the restored runs cannot be
+    fine-tuned or probed.
+    """
+    study_dir = StudyDir(Path(folder))
+    study_dir.check_usable()
+    if study_dir.exists:
+        return
+    plan, runs = read_record(Path(path))
+    with study_dir.lock():
+        restore_runs(plan, runs, study_dir)
 
 
 def _load_plan_and_runs(folder: Path) -> tuple[StudyPlan, list[RunData]]:

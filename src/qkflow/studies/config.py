@@ -63,7 +63,7 @@ class ComparisonConfig:
     batch_size  windows per optimizer step.
     lr          learning rate, unless a variant sets train.lr.
     schedule    learning-rate schedule: cosine, wsd or constant.
-    precision   fp32, or bf16 for autocast: 1.5 times as fast on a CPU with AVX-512 BF16.
+    precision   fp32, or bf16 for autocast: faster on a GPU, slower on a CPU that emulates bfloat16.
     tune_lr     search the learning rate of every variant and init on the same grid, which is widened until
                 every optimum is interior.
     tune_tokens  training tokens per run of this search (default: as --tokens).

@@ -15,9 +15,11 @@ from statistics import fmean
 from typing import Any
 
 from qkflow.errors import InputError
-from qkflow.files import write_atomic
+from qkflow.files import write_atomic, write_json
 from qkflow.studies.plan import PlannedRun, StudyPlan
 from qkflow.studies.run_data import RunData
+from qkflow.studies.runner.study_dir import StudyDir
+from qkflow.training.run_dir import METRICS_FILE, RESULT_FILE
 
 RECORD_KIND = "qkflow comparison"
 _RESULT_KEYS = (
@@ -67,6 +69,29 @@ def read_record(path: Path) -> tuple[StudyPlan, list[RunData]]:
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path} has a damaged run ({error})", code="corrupt-record") from None
     return plan, runs
+
+
+def restore_runs(plan: StudyPlan, runs: Sequence[RunData], study_dir: StudyDir) -> None:
+    """Write the plan and the finished runs of a record as a study's folder, without weights.
+
+    `qkflow compare` then counts these runs as finished, and trains only what is added.
+    """
+    for run in runs:
+        if run.result is None or run.result.get("status") != "finished":
+            continue
+        folder = study_dir.run_dir(run.id).path
+        rows = [{"kind": kind, **row} for kind, kept in run.metrics.items() for row in _with_steps(kept, run)]
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        write_atomic(folder / METRICS_FILE, text)
+        write_json(folder / RESULT_FILE, run.result)  # last, as in a run
+    plan.save(study_dir)
+
+
+def _with_steps(rows: Sequence[dict[str, Any]], run: RunData) -> list[dict[str, Any]]:
+    """Return rows with their step. Probes of a record have only tokens; the curve has both."""
+    last = next(iter(reversed(run.metrics.get("eval", ()))), None)
+    per_token = last["step"] / last["tokens"] if last else 0.0
+    return [row if "step" in row else {"step": round(row["tokens"] * per_token), **row} for row in rows]
 
 
 def _common(environments: list[dict[str, Any]]) -> dict[str, Any]:

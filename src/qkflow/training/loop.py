@@ -19,7 +19,7 @@ from qkflow.measures.circuits import CircuitTracker
 from qkflow.measures.language import EvalResult, evaluate_loss
 from qkflow.models import Decoder
 from qkflow.models.cost import flops_per_token, parameters_by_role
-from qkflow.system import collect_env, peak_memory
+from qkflow.system import collect_env, has_bfloat16_instructions, peak_memory
 from qkflow.training import pretrained
 from qkflow.training.callbacks import Callback
 from qkflow.training.checkpoint import (
@@ -106,6 +106,8 @@ class Trainer:
         self.callback, self.stop_event = callback, stop_event
         train, seq_len = config.train, config.data.seq_len
         check_writers(train.writers)
+        if train.precision == "bf16" and not has_bfloat16_instructions(dist_context.device):
+            self.notify("train.precision bf16 is emulated on this CPU, about ten times slower than fp32")
         self.model_config = config.model_config(data.vocab_size)
         self.windows = TrainWindows(
             data.tokens("train"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.roles import parameter_roles
+from qkflow.system import has_bfloat16_instructions
 from qkflow.training.optimizer import AdamW, Optimizer, ParamGroup
 
 HIDDEN_ROLES = ("q", "k", "qk", "v", "o", "ov", "mlp", "slow")
@@ -127,12 +128,7 @@ def newton_schulz_dtype(device: torch.device) -> torch.dtype:
 
     There, emulated bfloat16 is three to four times slower than float32.
     """
-    if device.type != "cpu":
-        return torch.bfloat16
-    # Older versions of PyTorch do not report capabilities.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict[str, bool])()
-    has_bfloat16 = capabilities.get("avx512_bf16", capabilities.get("bf16", True))  # x86, ARM
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    return torch.bfloat16 if has_bfloat16_instructions(device) else torch.float32
 
 
 def _wide(matrix: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from qkflow import console, studies
 from qkflow.cli.options import options_from
+from qkflow.errors import InputError
 from qkflow.report import write_outputs
 from qkflow.studies import Comparison, ComparisonConfig
 from qkflow.studies.config import ExecutionConfig
@@ -22,7 +23,11 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 @options_from(ComparisonConfig, ExecutionConfig, as_text=("tokens", "tune_tokens"))
 def compare(
-    settings: dict[str, Any], out: Path | None = None, dry_run: bool = False, json: bool = False
+    settings: dict[str, Any],
+    out: Path | None = None,
+    reuse: Path | None = None,
+    dry_run: bool = False,
+    json: bool = False,
 ) -> int:
     """Compare variants of attention with the best baseline at its best init.
 
@@ -51,12 +56,20 @@ def compare(
 
     Args:
         out: folder of the study (default: runs/DATA-PRESET-BUDGET).
+        reuse: record of a comparison (`qkflow report --record`), e.g. of another machine. Its finished runs
+            are written to --out and not repeated; variants may be added.
         dry_run: read the corpus, print its size, arms, runs, FLOPs and estimated hours, and exit; nothing is
             written.
         json: print the summary as one JSON object on stdout.
     """
     if dry_run:
         return print_preview(preview(out=out, **settings), json)
+    if reuse is not None:
+        if out is None:
+            raise InputError(
+                "--reuse needs --out, the folder that its runs are written to", code="reuse-needs-out"
+            )
+        studies.restore_record(reuse, out)
     try:
         comparison = studies.compare(out=out, **settings)
     except StudyInterrupted:

@@ -33,7 +33,8 @@ def report(
         folder: folder that `qkflow compare` or `qkflow pace study` wrote, or the record of a comparison.
         record: write the comparison as a record to this JSON file.
         table: print one table and write nothing. verdicts: the judged arms; cells: every model and init with
-            its seeds; rates: the search of learning rates; dynamics: stability, induction heads, symmetry.
+            its seeds; rates: the search of learning rates; gaps: differences during training; dynamics:
+            stability, induction heads, symmetry.
         markdown: print the table (default: verdicts) as Markdown.
         json: print the summary as one JSON object on stdout.
     """

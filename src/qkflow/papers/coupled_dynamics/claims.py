@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from qkflow.papers.claims import Claim, Computed, Judged, Measured, Paired, compare_arms, find_arm
+from typing import Any
+
+import numpy as np
+
+from qkflow.papers.claims import Claim, Computed, Judged, Measured, Output, compare_arms, find_arm
 from qkflow.papers.costs import StudyCost
+from qkflow.report.tables import format_change, format_signed
 from qkflow.studies import Comparison
 from qkflow.studies.design import Verdict
 from qkflow.studies.stats import first_crossing, mean_curve
 
 PAPER = "Gahtan & Bronstein, arXiv 2604.01683"
 STUDY = "ingredients"
-MUON = "{train.lr=0.012,train.optimizer=muon}@modern"
-FAN_IN = "{train.lr=0.006}@fan_in"
-REFERENCE = MUON.partition("@")[0]
+# Arms of the stored study. Muon and `modern` are the best baseline, AdamW and `fan_in` a weak one.
+MUON = "{train.lr=0.012,train.optimizer=muon}"
+REFERENCE, EULER = f"standard{MUON}", f"euler{MUON}@modern"
+WEAK_REFERENCE, WEAK_EULER = "standard{train.lr=0.006}@fan_in", "euler@fan_in"
+WEAK_UNCOUPLED, WEAK_SYMMETRIC = "uncoupled{train.lr=0.006}@fan_in", "symmetric@fan_in"
+ADAMW_MODERN = "standard{train.lr=0.0015}@modern"
+FIRST_LOOK_COMMAND = (
+    "qkflow compare --data wikitext-2 --preset tiny-swiglu --baselines standard@modern --variants "
+    "affine@modern,differential@modern,standard+pace=4@modern --controls none --seeds 3 --tokens 1M"
+)
 PUBLISHED_TOKEN_RATIO = 2.4
 PUBLISHED_PARAMETERS = 0.0011  # of the 60M model
 ROUNDING = 0.5e-4  # of the published share
@@ -36,13 +48,12 @@ def _extra_parameters() -> tuple[str, bool]:
 
 def _tokens_to_target(comparison: Comparison) -> tuple[str, bool | None]:
     """Tokens that euler needs for the final loss of standard attention, both from fan_in."""
-    cells = {name: find_arm(comparison, name + FAN_IN).cell for name in ("standard", "euler")}
-    curves = {
-        name: mean_curve([run.curve() for run in comparison.compared_runs if run.cell == cell])
-        for name, cell in cells.items()
-    }
-    _, budget, _, target = curves["standard"][-1]
-    reached = first_crossing([row[1] for row in curves["euler"]], [row[3] for row in curves["euler"]], target)
+    curves = [
+        mean_curve([run.curve() for run in comparison.runs_of(find_arm(comparison, name).cell)])
+        for name in (WEAK_REFERENCE, WEAK_EULER)
+    ]
+    _, budget, _, target = curves[0][-1]
+    reached = first_crossing([row[1] for row in curves[1]], [row[3] for row in curves[1]], target)
     if reached is None:
         return "euler from fan_in does not reach the final loss of standard attention", False
     ratio = budget / reached
@@ -50,13 +61,13 @@ def _tokens_to_target(comparison: Comparison) -> tuple[str, bool | None]:
 
 
 def _stability(comparison: Comparison) -> tuple[str, bool | None]:
-    """Loss spikes, gradient tails and seed noise of euler beside standard attention, same init."""
+    """Loss spikes and gradient tails of euler beside standard attention with the same init and optimizer."""
     texts, better, worse = [], 0, 0
-    for suffix, name in ((FAN_IN, "AdamW from fan_in"), (MUON, "Muon from modern")):
-        standard = "standard" + (suffix if suffix == FAN_IN else REFERENCE)
+    pairs = {"AdamW from fan_in": (WEAK_EULER, WEAK_REFERENCE), "Muon from modern": (EULER, REFERENCE)}
+    for name, arms in pairs.items():
         tails, spikes = [], []
-        for arm in (find_arm(comparison, f"euler{suffix}"), find_arm(comparison, standard)):
-            runs = [run for run in comparison.compared_runs if run.cell == arm.cell]
+        for arm in arms:
+            runs = comparison.runs_of(find_arm(comparison, arm).cell)
             stability = [each for run in runs if (each := run.stability())]
             tails.append(sum(each.grad_norm_tail for each in stability) / len(stability))
             spikes.append(sum(each.spikes > 0 for each in stability))
@@ -70,19 +81,34 @@ def _stability(comparison: Comparison) -> tuple[str, bool | None]:
 
 
 def _uncoupled(comparison: Comparison) -> tuple[str, bool | None]:
-    """The uncoupled control has to gain less than the coupling."""
-    difference, verdict = compare_arms(comparison, f"euler{FAN_IN}", f"uncoupled{FAN_IN}")
-    own, _ = compare_arms(comparison, f"uncoupled{FAN_IN}", f"standard{FAN_IN}")
-    ratio = find_arm(comparison, f"uncoupled{FAN_IN}").seed_variance_ratio
-    percent, own_percent = difference.percent, own.percent
-    text = (
-        f"uncoupled against standard {own_percent['mean']:+.1f}%; euler against uncoupled "
-        f"{percent['mean']:+.1f}% ({percent['low']:+.1f}…{percent['high']:+.1f}), {verdict}"
-    )
-    if ratio is not None:
-        text += f"; seed variance {ratio.ratio:.2g}× that of the reference"
+    """The uncoupled control has to gain less than the coupling, and to vary more over seeds."""
+    difference, verdict = compare_arms(comparison, WEAK_EULER, WEAK_UNCOUPLED)
+    own, own_verdict = compare_arms(comparison, WEAK_UNCOUPLED, WEAK_REFERENCE)
+    variances = [
+        np.var(find_arm(comparison, arm).loss_by_seed, ddof=1) for arm in (WEAK_UNCOUPLED, WEAK_EULER)
+    ]
+    texts = [
+        f"{label}: {format_change(each)}, {each_verdict}"
+        for label, each, each_verdict in (
+            ("uncoupled against standard, fan_in, AdamW", own, own_verdict),
+            ("euler against uncoupled", difference, verdict),
+        )
+    ]
+    texts.append(f"seed variance {variances[0] / variances[1]:.2g}× that of euler")
     supports = {Verdict.HELPS: True, Verdict.HURTS: False, Verdict.EQUIVALENT: False}.get(verdict)
-    return text.replace("-", "−"), supports
+    return "; ".join(texts), supports
+
+
+def first_look(variant: str, label: str) -> Output:
+    """Return an arm of the first look at AdamW from `modern`: three seeds, one rate, no verdict."""
+
+    def text(output: Any) -> str:
+        percent = next(arm["percent"] for arm in output["arms"] if arm["variant"] == variant)
+        values = (format_signed(percent[name]) for name in ("mean", "low", "high"))
+        return "{}: {}% ({}…{}), no verdict".format(label, *values)
+
+    scale = "wikitext-2, tiny-swiglu, 1M tokens"
+    return Output("start-or-dynamics", FIRST_LOOK_COMMAND, scale, text, lambda output: None, seeds=3)
 
 
 CLAIMS = (
@@ -92,14 +118,8 @@ CLAIMS = (
         "Coupled dynamics lower perplexity at 60M parameters",
         "−6.6…−6.9% (24.22 → 22.55–22.62), WikiText-103",
         (
-            Judged(
-                STUDY,
-                f"euler{FAN_IN}",
-                Verdict.HELPS,
-                "euler against standard, fan_in, AdamW",
-                f"standard{FAN_IN}",
-            ),
-            Judged(STUDY, f"euler{MUON}", Verdict.HELPS, "euler against standard, modern, Muon"),
+            Judged(STUDY, WEAK_EULER, Verdict.HELPS, "euler against standard, fan_in, AdamW", WEAK_REFERENCE),
+            Judged(STUDY, EULER, Verdict.HELPS, "euler against standard, modern, Muon"),
         ),
         to_settle=StudyCost("60m", arms=3, seeds=5),
     ),
@@ -115,15 +135,7 @@ CLAIMS = (
         PAPER,
         "Euler and symplectic integrators do equally well, and 1 to 7 steps are alike",
         "Euler = leapfrog; steps 1–7 alike",
-        (
-            Paired(
-                STUDY,
-                f"leapfrog:n=7{MUON}",
-                f"euler{MUON}",
-                Verdict.EQUIVALENT,
-                "leapfrog with 7 steps against euler with 1, modern, Muon",
-            ),
-        ),
+        to_settle="`leapfrog:n=7` beside `euler` in the study of the first claim: five runs of 1M tokens",
     ),
     Claim(
         "coupling-uncoupled",
@@ -151,14 +163,7 @@ CLAIMS = (
         PAPER,
         "The gain shrinks at 350M parameters, where differential attention is ahead",
         "−1.0% (19.35); differential 18.93",
-        (
-            Judged(
-                STUDY,
-                f"differential{MUON}",
-                Verdict.HELPS,
-                "differential against standard, modern, Muon (learning rate of standard)",
-            ),
-        ),
+        (first_look("differential@modern", "differential against standard, modern, AdamW, the same rate"),),
         to_settle=StudyCost("350m", arms=4, seeds=5),
     ),
     Claim(
@@ -189,16 +194,7 @@ CLAIMS = (
         PAPER + " (v2)",
         "Affine coupling on differential attention beats differential attention",
         "455M, T = 512: p = 0.003, six seeds",
-        (
-            Judged(
-                STUDY,
-                f"affine+differential{MUON}",
-                Verdict.HELPS,
-                "affine + differential against differential, modern, Muon",
-                f"differential{MUON}",
-            ),
-            Judged(STUDY, f"affine{MUON}", Verdict.HELPS, "affine against standard, modern, Muon"),
-        ),
+        (first_look("affine@modern", "affine against standard, modern, AdamW"),),
         to_settle=StudyCost("455m", arms=2, seeds=6),
     ),
 )

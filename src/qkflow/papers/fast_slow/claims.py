@@ -23,8 +23,7 @@ MAX_KL = 1e-3  # nats: the fitted equilibrium counts as found
 
 def _gate(comparison: Comparison) -> tuple[str, bool | None]:
     """Share of the feedback in the residual stream at the last probe."""
-    cell = find_arm(comparison, f"slow{MUON}").cell
-    runs = [run for run in comparison.compared_runs if run.cell == cell]
+    runs = comparison.runs_of(find_arm(comparison, f"slow{MUON}").cell)
     shares = np.array([max(run.metrics["probe"][-1]["slow_share"]) for run in runs])
     low, high, _ = t_interval(shares, comparison.summary.config.confidence)
     text = f"‖g⊙ũ‖/‖x‖ at the end: {shares.mean():.3f} ({low or 0:.3f}…{high or 0:.3f})"

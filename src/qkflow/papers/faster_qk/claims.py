@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from qkflow.papers.claims import Claim, Judged, Output
-from qkflow.studies.design import Verdict
+from qkflow.papers.claims import Claim, Output
+from qkflow.papers.coupled_dynamics.claims import first_look
 
 PAPER = "Vashisht & Ramaswamy, ICML 2026, arXiv 2608.06776"
 SYNTHETIC, FLOW = "qkflow pace synthetic", "qkflow pace flow"
 TASK_SCALE = "controlled task, one head"
-MUON = "{train.lr=0.012,train.optimizer=muon}@modern"
 SHARE_TOLERANCE = 5.0  # points of the heatmap: larger than the spread over seeds
 LOW_ATTENTION = 0.3  # attention on the distinct tokens at a loss of 1e-4
 
@@ -174,7 +173,7 @@ CLAIMS = (
         (
             _study("agreement", ("performance",), "no change"),
             _study("hatexplain", ("performance",), "no change"),
-            Judged("ingredients", f"standard+pace=4{MUON}", Verdict.EQUIVALENT, "language modeling, r = 4"),
+            first_look("standard+pace=4@modern", "language modeling, r = 4 against 1, modern, AdamW"),
         ),
         to_settle="SQuAD needs a model that answers: pretraining on text and word vectors come first",
     ),
