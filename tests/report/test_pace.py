@@ -64,7 +64,7 @@ def test_report_escapes_text_and_needs_no_network(summary: PaceSummary) -> None:
     page = render_report(summary)
     assert HOSTILE not in page
     assert "http://" not in page.split("<script>")[0]
-    assert page.count('class="figure"') == 3, "two heatmaps, one curve"
+    assert page.count('class="plot"') == 3, "two heatmaps, one curve"
 
 
 def test_report_and_table_name_the_confidence_level(summary: PaceSummary) -> None:
