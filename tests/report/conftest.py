@@ -81,7 +81,11 @@ def _write_run(path: Path, run: RunSpec, final: float) -> None:
             "attention_entropy": (3.8 - 1.6 * share - 0.2 * depth + own.normal() * 0.02).tolist(),
             "sink_mass": (0.02 + 0.2 * share * (1 + depth) / 4).tolist(),
             "spectral_gap": (0.2 + 0.4 * share / (1 + depth)).tolist(),
-            "max_logit": 3 + 5 * share,
+            "max_logit": (3 + 5 * share + 0.1 * depth).tolist(),
+            "qk_scale": (1 + share * (1 + depth)).tolist(),
+            "ov_scale": (1 + 0.5 * share * (4 - depth)).tolist(),
+            "effective_pace": (1 + 0.1 * depth + share).tolist(),
+            "copy_gain": 0.4 * share,  # of the whole model
         }
         if "euler" in run.cell or "leapfrog" in run.cell or "uncoupled" in run.cell:
             probe["step_size"] = (0.1 + 0.3 * share * (depth - 1)).tolist()

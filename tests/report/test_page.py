@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 from qkflow.report import write_outputs
-from qkflow.report.figures import _mean_eval_curve, _perplexity_gap_curve
 from qkflow.report.document import format_count, format_value
+from qkflow.report.figures import _mean_eval_curve, _perplexity_gap_curve
 from qkflow.report.tables import terminal_table
 from qkflow.studies import Comparison, load_comparison
 
@@ -121,9 +121,13 @@ def test_sections_are_in_order(page: Page, comparison: Comparison) -> None:
 def test_every_figure_has_an_element(page: Page, figures: dict[str, Any]) -> None:
     expected = ["power", "differences", "same-init", "gap", "loss-tokens", "loss-seconds"]
     expected += [
-        f"probe-{n}" for n in ("step_size", "attention_entropy", "sink_mass", "spectral_gap", "max_logit")
+        f"probe-{name}"
+        for name in (
+            *("step_size", "attention_entropy", "sink_mass", "spectral_gap", "max_logit"),
+            *("qk_scale", "ov_scale", "copy_gain", "effective_pace"),
+        )
     ]
-    expected.append("layers-attention_entropy")
+    expected += [f"layers-{name}" for name in ("qk_scale", "ov_scale", "effective_pace", "attention_entropy")]
     assert list(figures) == expected
     assert all(page.ids.count(name) == 1 for name in expected)
     assert all(figure["data"] for figure in figures.values())
@@ -193,7 +197,7 @@ def test_probe_figures_hide_single_layers(page: Page, figures: dict[str, Any]) -
     assert {trace["meta"]["layer"] for trace in steps} == {"mean", "0", "1", "2", "3"}
     assert all(trace["visible"] == (trace["meta"]["layer"] == "mean") for trace in steps)
     assert not any(trace["hovertemplate"].startswith("standard") for trace in steps)  # it has no step size
-    assert {trace["meta"]["layer"] for trace in figures["probe-max_logit"]["data"]} == {"mean"}
+    assert {trace["meta"]["layer"] for trace in figures["probe-copy_gain"]["data"]} == {"mean"}
     assert "layer" in page.ids
 
 
@@ -206,7 +210,7 @@ def test_user_text_is_escaped(hostile_study: Path) -> None:
     assert page.loads == []
     assert comparison.summary.config.data in page.text
     assert "loss is <nan> & gone" in page.text
-    assert "alert(1)" not in "".join(body for name, body in page.scripts.items() if name != "figures-deflated")
+    assert "alert(1)" not in "".join(page.scripts.values())
     assert comparison.summary.variants[0].verdict == "no verdict"
 
 

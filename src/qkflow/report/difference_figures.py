@@ -33,11 +33,11 @@ def differences_figure(summary: StudySummary) -> Figure | None:
             y, color = len(names), styles[arm.variant]["color"]
             label = f"{arm.variant} with {arm.best_init}"
             traces.append(_seed_trace(arm, summary.reference, y + 0.24, color))
-            traces.append(_interval_trace(arm.difference, y, color, label, emphasized=True))
+            traces.append(interval_trace(arm.difference, y, color, label, emphasized=True))
             names.append(arm.variant)
     if not names:
         return None
-    figure = _rows_figure(traces, names, row_height=62, metric=summary.metric)
+    figure = rows_figure(traces, names, row_height=62, metric=summary.metric)
     if summary.noise_floor:
         figure["layout"]["shapes"] = [_noise_band(summary.noise_floor.difference)]
     return figure
@@ -129,13 +129,13 @@ def same_init_figure(summary: StudySummary) -> Figure | None:
             if init.same_init_difference:
                 name = f"{arm.variant} · {init.against.partition('@')[2]}"
                 color = styles[arm.variant]["color"]
-                trace = _interval_trace(init.same_init_difference, len(names), color, name, emphasized=False)
+                trace = interval_trace(init.same_init_difference, len(names), color, name, emphasized=False)
                 traces.append(trace)
                 names.append(name)
-    return _rows_figure(traces, names, row_height=34, metric=summary.metric) if names else None
+    return rows_figure(traces, names, row_height=34, metric=summary.metric) if names else None
 
 
-def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int, metric: str) -> Figure:
+def rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int, metric: str) -> Figure:
     layout = base_layout(f"{metric}, % (left is better)")
     layout["xaxis"] |= {"zeroline": True, "ticksuffix": "%"}
     layout["yaxis"] |= {
@@ -150,7 +150,7 @@ def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int
     return {"data": traces, "layout": layout}
 
 
-def _interval_trace(
+def interval_trace(
     difference: PairedDifference, y: float, color: str, text: str, emphasized: bool
 ) -> dict[str, Any]:
     mean, low, high = (difference.percent[name] for name in ("mean", "low", "high"))

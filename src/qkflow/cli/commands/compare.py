@@ -95,8 +95,8 @@ def print_interrupted() -> int:
     return EXIT_INTERRUPTED
 
 
-def print_comparison(comparison: Comparison, json: bool) -> int:
-    """Print a comparison; return exit code 1 if a run has not finished."""
+def print_comparison(comparison: Comparison, json: bool, page: Path | None = None) -> int:
+    """Print a comparison and the path of its page; return exit code 1 if a run has not finished."""
     from qkflow.report.finetune import terminal_tables
     from qkflow.report.tables import terminal_table
 
@@ -107,17 +107,19 @@ def print_comparison(comparison: Comparison, json: bool) -> int:
         console.out.print(terminal_table(summary), *terminal_tables(summary.finetune))
         console.out.print()
         sentences = [*comparison.verdicts.values(), *(task.sentence for task in summary.finetune)]
-        print_findings(summary.headline, sentences, summary.notes, comparison.folder)
+        if page is None and comparison.folder.is_dir():  # a record has no page
+            page = comparison.folder / "report.html"
+        print_findings(summary.headline, sentences, summary.notes, page)
     return 0 if comparison.is_complete else 1
 
 
-def print_findings(headline: str, sentences: Iterable[str], notes: Iterable[str], folder: Path) -> None:
-    """Print the text of a study: headline, verdicts, caveats and the path of the report."""
+def print_findings(headline: str, sentences: Iterable[str], notes: Iterable[str], page: Path | None) -> None:
+    """Print the text of a study: headline, verdicts, caveats and the path of the report, if it has one."""
     out = console.out
     out.print(headline, markup=False, highlight=False, style="bold")
     for sentence in sentences:
         out.print(f"• {sentence}", markup=False, highlight=False)
     for note in notes:
         out.print(f"! {note}", markup=False, highlight=False, style="yellow")
-    if folder.is_dir():  # a record has no report
-        out.print(f"report: {folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    if page is not None:
+        out.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
