@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qkflow.files import write_atomic
 from qkflow.html import Card, cards
-from qkflow.report.document import render_document
+from qkflow.report.document import render_content, render_document
 from qkflow.report.figure_page import shares_heatmap
 from qkflow.report.figures import PALETTE, REFERENCE_COLOR, Figure, band_and_line_traces, base_layout
 from qkflow.report.pace_tables import (
@@ -23,6 +23,7 @@ from qkflow.report.pace_tables import (
 if TYPE_CHECKING:
     from qkflow.studies.pace.results import PaceStudyResult, PaceSummary
 
+TEMPLATE = "pace.html"
 CURVE_TITLES = {
     "mass": "Attention on the rationale",
     "truth": "Probability of the true label",
@@ -41,6 +42,17 @@ def write_report(result: PaceStudyResult) -> None:
 
 def render_report(summary: PaceSummary) -> str:
     """Return the self-contained HTML page."""
+    return render_document(TEMPLATE, **report_context(summary))
+
+
+def render_live_content(summary: PaceSummary) -> tuple[str, dict[str, Figure]]:
+    """Return the content of the page and its figures, for a page that is already open."""
+    context = report_context(summary)
+    return render_content(TEMPLATE, **context), context["figures"]
+
+
+def report_context(summary: PaceSummary) -> dict[str, Any]:
+    """Return the variables of the template."""
     colors = _ratio_colors(summary)
     heatmap_titles = {f"heatmap-{i}": f"r = {row.ratio}" for i, row in enumerate(summary.rows) if row.heatmap}
     figures: dict[str, Figure] = {
@@ -50,22 +62,21 @@ def render_report(summary: PaceSummary) -> str:
     for name, title in CURVE_TITLES.items():
         if figure := _curve_figure(summary, name, colors):
             figures[f"curve-{name}"], curve_titles[f"curve-{name}"] = figure, title
-    return render_document(
-        "pace.html",
-        figures,
-        summary=summary,
-        config=summary.config,
-        settings=summary.recipe.to_dict(),
-        colors=colors,
-        cards=cards(_ratio_cards(summary, colors)),
-        cells={row.ratio: ratio_cells(row) for row in summary.rows},
-        headings=COLUMN_HEADINGS.values(),
-        published=published_rows(summary),
-        attribution_rows=_attribution_rows(summary),
-        attribution_methods=attribution_methods(summary),
-        heatmaps=heatmap_titles,
-        curves=curve_titles,
-    )
+    return {
+        "figures": figures,
+        "summary": summary,
+        "config": summary.config,
+        "settings": summary.recipe.to_dict(),
+        "colors": colors,
+        "cards": cards(_ratio_cards(summary, colors)),
+        "cells": {row.ratio: ratio_cells(row) for row in summary.rows},
+        "headings": COLUMN_HEADINGS.values(),
+        "published": published_rows(summary),
+        "attribution_rows": _attribution_rows(summary),
+        "attribution_methods": attribution_methods(summary),
+        "heatmaps": heatmap_titles,
+        "curves": curve_titles,
+    }
 
 
 def _ratio_cards(summary: PaceSummary, colors: dict[str, str]) -> list[Card]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,11 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 @options_from(ComparisonConfig, ExecutionConfig, as_text=("tokens", "tune_tokens"))
 def compare(
-    settings: dict[str, Any], out: Path | None = None, dry_run: bool = False, json: bool = False
+    settings: dict[str, Any],
+    out: Path | None = None,
+    dry_run: bool = False,
+    live: bool = False,
+    json: bool = False,
 ) -> int:
     """Compare variants of attention with the best baseline at its best init.
 
@@ -51,20 +56,31 @@ def compare(
 
     Args:
         out: folder of the study (default: runs/DATA-PRESET-BUDGET).
+        live: open a page that shows the runs, the time left and the verdicts while the study runs, as
+            `qkflow watch` does. It ends with the study.
         dry_run: print arms, runs, FLOPs and estimated hours, and exit; nothing is written.
         json: print the summary as one JSON object on stdout.
     """
     if dry_run:
         return print_preview(preview(out=out, **settings), json)
     try:
-        comparison = studies.compare(out=out, **settings)
+        with _live_report(out, settings) if live else nullcontext():
+            comparison = studies.compare(out=out, **settings)
+            write_outputs(comparison)
     except StudyInterrupted:
         return print_interrupted()
-    write_outputs(comparison)
     exit_code = print_comparison(comparison, json)
     if comparison.execution_time is not None and comparison.execution_time.jobs:
         console.err.print(str(comparison.execution_time), markup=False, highlight=False)
     return exit_code
+
+
+def _live_report(out: Path | None, settings: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Return the server of the study's folder. Bad settings raise InputError before it starts."""
+    from qkflow.report.live_server import live_server
+
+    config = {k: v for k, v in settings.items() if k not in ExecutionConfig.__dataclass_fields__}
+    return live_server(out or ComparisonConfig.parse(**config).default_folder())
 
 
 def print_preview(planned: StudyPreview, json: bool) -> int:

@@ -161,7 +161,8 @@
     for (const name of Object.keys(figures)) draw(name, true);
   });
   window.addEventListener("afterprint", () => redraw());
-  window.qkflowReport = { showFigures, draw };
+  const plot = (place, data, layout) => Plotly.react(place, data, themed(layout, false), config);
+  window.qkflowReport = { showFigures, plot };
 
   async function start() {
     connectControls();
