@@ -27,7 +27,7 @@ def render_document(template: str, figures: Mapping[str, Figure], live: bool = F
 
     A live page takes styles and scripts from the server that serves it, and its figures from its events.
     """
-    context |= {"figures": figures, "live": live}
+    context |= {"figures": figures, "live": live, "frame": "base.html"}
     if not live:
         script, bundle = read_asset("report.js"), plotly_bundle()
         context |= {
@@ -46,7 +46,7 @@ def render_document(template: str, figures: Mapping[str, Figure], live: bool = F
 def render_content(template: str, figures: Mapping[str, Figure], **context: Any) -> str:
     """Return what is inside the `main` element of a page."""
     page = _environment().get_template(template)
-    return "".join(page.blocks["content"](page.new_context({"figures": figures, "live": True, **context})))
+    return page.render({**context, "figures": figures, "frame": "fragment.html"})
 
 
 def style_sheet() -> str:

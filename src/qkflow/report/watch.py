@@ -1,7 +1,7 @@
 """`qkflow watch`: the report of a study that still runs, updated by server-sent events.
 
 The folder is the only interface to the study, which may run in another process, on Ray or on SLURM. It is
-read only while a page is open, and the report is rendered at most a twentieth of the time.
+read only while a page is open, and rendering takes at most 5% of a CPU core.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from qkflow.web.security import LocalSite
 
 POLL_INTERVAL = 1.0  # seconds
-REPORT_INTERVAL = 3.0  # seconds, at least
-RENDER_SHARE = 0.05  # of the time may be spent on rendering
+REPORT_INTERVAL = 5.0  # seconds between two reports, and longer if
+MAX_RENDER_SECONDS = 0.25  # of CPU time are exceeded by one: rendering takes at most 5% of a core
 HEARTBEAT = 15.0  # seconds without an event, after which a comment is sent
 # plotly.js sets styles of its own elements
 POLICY = (
@@ -42,8 +42,10 @@ POLICY = (
 class Watcher:
     """The latest events of a study, by name, with a version each. Reads the folder when asked to."""
 
-    def __init__(self, folder: Path, interval: float = POLL_INTERVAL) -> None:
-        self.folder, self.interval = folder, interval
+    def __init__(
+        self, folder: Path, interval: float = POLL_INTERVAL, report_interval: float = REPORT_INTERVAL
+    ) -> None:
+        self.folder, self.interval, self.report_interval = folder, interval, report_interval
         self.progress = StudyProgress(folder)
         self.events: dict[str, tuple[int, str]] = {}
         self.has_ended = False  # the process that trains has told so
@@ -62,18 +64,20 @@ class Watcher:
                 self._refresh_report()
             except (InputError, OSError) as error:  # a study that is not planned yet, or half written
                 state["problem"] = str(error)
+            except Exception as error:  # progress is shown even if the report cannot be
+                state["problem"] = f"the report cannot be rendered ({type(error).__name__}: {error})"
             self._set("progress", {**self.progress.to_dict(), **state})
             self._next_read = time.monotonic() + self.interval
 
     def _refresh_report(self) -> None:
-        key, start = self.progress.results_key, time.monotonic()
-        if key == self._reported or (start < self._next_report and not self.has_ended):
+        key, start = self.progress.results_key, time.thread_time()
+        if key == self._reported or (time.monotonic() < self._next_report and not self.has_ended):
             return
         html, figures = render_content_of(self.folder)
         self._set("report", {"html": html, "figures": figures})
         self._reported = key
-        end = time.monotonic()
-        self._next_report = end + max(REPORT_INTERVAL, (end - start) / RENDER_SHARE)
+        pause = self.report_interval * max(1.0, (time.thread_time() - start) / MAX_RENDER_SECONDS)
+        self._next_report = time.monotonic() + pause
 
     def _set(self, name: str, value: dict[str, Any]) -> None:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
