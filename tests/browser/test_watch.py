@@ -15,7 +15,7 @@ from playwright.sync_api import Browser
 from browser import PHONE, axe_violations, needs_chromium, open_page
 from qkflow.report.watch import POLICY, Watcher, build_app
 from qkflow.studies.runner.study_dir import StudyDir
-from qkflow.web.security import LocalSite, bind_site, serve
+from qkflow.web.security import bind_site, serve
 
 ERROR = "out of memory <img src=x onerror=alert(1)> 🦉 שלום"
 
@@ -111,7 +111,3 @@ def test_watcher_reads_a_folder_before_it_is_a_study(tmp_path: Path, study_folde
     version, report = watcher.events["report"]
     watcher.refresh()
     assert watcher.events["report"] == (version, report), "nothing new: nothing is rendered or sent"
-
-
-def test_site_of_another_port_is_another_cookie() -> None:
-    assert LocalSite(1).cookie_name != LocalSite(2).cookie_name

@@ -32,7 +32,12 @@ HOSTILE = "</script><script>alert(1)</script><img src=https://example.com/x.png>
 
 
 def write_study(
-    path: Path, config: ComparisonConfig, final: dict[str, float], fail: str | None = None
+    path: Path,
+    config: ComparisonConfig,
+    final: dict[str, float],
+    fail: str | None = None,
+    points: int = POINTS,
+    layers: int = 4,
 ) -> Path:
     """Write the folder of a finished comparison; losses decrease to those in `final`."""
     study_dir, grid = StudyDir(path), build_grid(config)
@@ -48,18 +53,18 @@ def write_study(
             (run_dir.path / "log.txt").write_text("step 3\nloss is <nan> & gone\n")
             run_dir.write_failure("loss is <nan> & gone")
         else:
-            _write_run(run_dir.path, run, final[run.cell])
+            _write_run(run_dir.path, run, final[run.cell], points, layers)
     return path
 
 
-def _write_run(path: Path, run: RunSpec, final: float) -> None:
+def _write_run(path: Path, run: RunSpec, final: float, points: int, layers: int) -> None:
     shared = np.random.default_rng(run.seed).normal() * 0.012
     own = np.random.default_rng([run.seed, *run.cell.encode()])
     final += shared + own.normal() * 0.004
     step_seconds = 0.11 * (1.04 if "leapfrog" in run.cell else 1.0) * math.exp(own.normal() * 0.01)
     rows: list[dict[str, Any]] = []
-    for i in range(POINTS + 1):
-        share = i / POINTS
+    for i in range(points + 1):
+        share = i / points
         step = round(share * run.steps)
         loss = final + (7.6 - final) * (1 - share) ** 2 * math.exp(-4 * share)
         common = {"step": step, "tokens": step * 2048}
@@ -75,14 +80,14 @@ def _write_run(path: Path, run: RunSpec, final: float) -> None:
                 "bits_per_byte": loss / math.log(2) / 3.4,
             }
         )
-        depth = np.arange(4)
+        depth = np.arange(layers)
         probe = {
             "attention_entropy": (3.8 - 1.6 * share - 0.2 * depth + own.normal() * 0.02).tolist(),
-            "sink_mass": (0.02 + 0.2 * share * (1 + depth) / 4).tolist(),
+            "sink_mass": (0.02 + 0.2 * share * (1 + depth) / layers).tolist(),
             "spectral_gap": (0.2 + 0.4 * share / (1 + depth)).tolist(),
             "max_logit": (3 + 5 * share + 0.1 * depth).tolist(),
             "qk_scale": (1 + share * (1 + depth)).tolist(),
-            "ov_scale": (1 + 0.5 * share * (4 - depth)).tolist(),
+            "ov_scale": (1 + 0.5 * share * (layers - depth)).tolist(),
             "effective_pace": (1 + 0.1 * depth + share).tolist(),
             "copy_gain": 0.4 * share,  # of the whole model
         }
