@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from playwright.sync_api import Browser, sync_playwright
 
-from browser import CHROMIUM, DESKTOP, OPTIONS
+from browser import CHROMIUM, DESKTOP, OPTIONS, TIMEOUT
 from made_study import write_study
 from qkflow.report.page import render_report
 from qkflow.studies import ComparisonConfig, load_comparison
@@ -56,6 +56,7 @@ def build_page(folder: Path) -> Path:
 
 def time_page(browser: Browser, url: str) -> dict[str, float]:
     context = browser.new_context(viewport=DESKTOP)  # type: ignore[arg-type]
+    context.set_default_timeout(TIMEOUT)
     page = context.new_page()
     session = context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 POLL_INTERVAL = 1.0  # seconds
 REPORT_INTERVAL = 5.0  # seconds between two reports, and longer if
 MAX_RENDER_SECONDS = 0.25  # of CPU time are exceeded by one: rendering takes at most 5% of a core
+LAST_EVENTS_TIMEOUT = 10.0  # seconds for open pages to receive the final report
 HEARTBEAT = 15.0  # seconds without an event, after which a comment is sent
 # plotly.js sets styles of its own elements
 POLICY = (
@@ -49,6 +50,7 @@ class Watcher:
         self.progress = StudyProgress(folder)
         self.events: dict[str, tuple[int, str]] = {}
         self.has_ended = False  # the process that trains has told so
+        self.open_pages = 0
         self._lock = threading.Lock()
         self._next_read = self._next_report = 0.0
         self._reported: Any = None
@@ -143,21 +145,25 @@ async def stream_events(watcher: Watcher, site: LocalSite) -> AsyncIterator[str]
 
     sent: dict[str, int] = {}
     last = time.monotonic()
-    while True:
-        ended = watcher.has_ended
-        await anyio.to_thread.run_sync(watcher.refresh)
-        for name, (version, text) in list(watcher.events.items()):
-            if sent.get(name) != version:
-                sent[name] = version
+    watcher.open_pages += 1
+    try:
+        while True:
+            ended = watcher.has_ended
+            await anyio.to_thread.run_sync(watcher.refresh)
+            for name, (version, text) in list(watcher.events.items()):
+                if sent.get(name) != version:
+                    sent[name] = version
+                    last = time.monotonic()
+                    yield f"event: {name}\ndata: {text}\n\n"
+            if ended or site.stopping.is_set():
+                yield "event: end\ndata: {}\n\n"
+                return
+            if time.monotonic() - last > HEARTBEAT:
                 last = time.monotonic()
-                yield f"event: {name}\ndata: {text}\n\n"
-        if ended or site.stopping.is_set():
-            yield "event: end\ndata: {}\n\n"
-            return
-        if time.monotonic() - last > HEARTBEAT:
-            last = time.monotonic()
-            yield ": still here\n\n"
-        await anyio.sleep(watcher.interval)
+                yield ": still here\n\n"
+            await anyio.sleep(watcher.interval)
+    finally:
+        watcher.open_pages -= 1
 
 
 def serve_folder(
@@ -176,8 +182,11 @@ def serve_folder(
 def _end_with_stdin(watcher: Watcher, site: LocalSite) -> None:
     sys.stdin.read()
     try:
-        watcher.end()
-        time.sleep(2 * watcher.interval)  # open pages receive the last events
+        if watcher.open_pages:
+            watcher.end()
+        deadline = time.monotonic() + LAST_EVENTS_TIMEOUT
+        while watcher.open_pages and time.monotonic() < deadline:
+            time.sleep(0.1)
     finally:
         site.stopping.set()
 
