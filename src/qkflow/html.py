@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable
 from html import escape
 from typing import Any, NamedTuple
-
-PLOTLY_PAGE_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:80rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "h2{margin:2.5rem 0 .3rem}p{margin:.3rem 0}"
-)
 
 
 def json_for_script(value: Any) -> str:
@@ -23,27 +21,63 @@ def json_for_script(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-class PlotlySection(NamedTuple):
-    """One figure of a page with its heading and a sentence of text; `figure` is a `plotly` Figure."""
+def deflate_base64(text: str) -> str:
+    """Compress text for a data element; a page unpacks it with `DecompressionStream("deflate")`."""
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
-    heading: str
+
+def csp_hash(script: str) -> str:
+    """Return the source of a content security policy that allows this inline script and no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+class Card(NamedTuple):
+    """One finding: a title with a badge, a large number and a sentence."""
+
+    title: str
     text: str
-    figure: Any
+    kind: str = ""  # of the verdict: helps, hurts, equivalent, undecided, no verdict
+    symbol: str = ""  # before `kind`, for readers who do not see colors
+    note: str = ""  # small, beside the title
+    number: str = ""
+    unit: str = ""
+    color: str = ""  # of the dot before the title, as in the figures
 
 
-def plotly_page(title: str, sections: Sequence[PlotlySection], intro: str = "") -> str:
-    """Return an HTML page with a figure per section. plotly.js is inlined once; the page opens offline."""
-    parts: list[str] = []
-    for index, (heading, text, figure) in enumerate(sections):
-        figure.update_layout(template="plotly_white")
-        plot = figure.to_html(full_html=False, include_plotlyjs=index == 0, config={"displaylogo": False})
-        parts += [_element("h2", heading), _element("p", text), plot]
+# Colors come from the page; a notebook has none of them and takes the second value.
+CARD_STYLE = """\
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(400px, 100%), 1fr)); gap: 16px; }
+.card { background: var(--paper, transparent); border: 1px solid var(--line, #88888855); border-radius: 12px; padding: 18px 20px; }
+.card .head { display: flex; justify-content: space-between; align-items: baseline; gap: 12px; }
+.card h3 { margin: 0; font-size: 17px; overflow-wrap: anywhere; }
+.card h3 small, .effect small { color: var(--soft, inherit); font-size: 13px; font-weight: 400; }
+.card p { margin: 8px 0 0; font-size: 14.5px; overflow-wrap: anywhere; }
+.card .effect { margin-top: 10px; font-size: 28px; font-weight: 600; font-variant-numeric: tabular-nums; line-height: 1.1; }
+.dot { display: inline-block; width: 10px; height: 10px; margin-right: 8px; border-radius: 50%; background: var(--variant); }
+.badge { flex: none; padding: 2px 10px; border-radius: 99px; font-size: 13px; font-weight: 600; color: var(--still, #3b4047); background: var(--still-ground, #eeeeea); }
+.helps .badge { color: var(--good, #00573e); background: var(--good-ground, #e2f3ec); }
+.hurts .badge { color: var(--bad, #8a3500); background: var(--bad-ground, #fdebdf); }
+.helps .effect { color: var(--good, inherit); }
+.hurts .effect { color: var(--bad, inherit); }
+"""  # noqa: E501 - one rule per line
+
+
+def cards(items: Iterable[Card], label: str = "Verdicts") -> str:
+    """Return the cards as one element; all text is escaped."""
+    return f'<div class="cards" role="group" aria-label="{escape(label)}">{"".join(map(_card, items))}</div>'
+
+
+def _card(card: Card) -> str:
+    dot = f'<span class="dot" style="--variant: {escape(card.color)}"></span>' if card.color else ""
+    note = f" <small>{escape(card.note)}</small>" if card.note else ""
+    badge = ""
+    if card.kind:
+        symbol = f'<span aria-hidden="true">{escape(card.symbol)}</span> ' if card.symbol else ""
+        badge = f'<span class="badge">{symbol}{escape(card.kind)}</span>'
+    effect = ""
+    if card.number:
+        effect = f'<p class="effect">{escape(card.number)} <small>{escape(card.unit)}</small></p>'
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{PLOTLY_PAGE_STYLE}</style></head><body>{_element('h1', title)}{_element('p', intro)}"
-        f"{''.join(parts)}</body></html>\n"
+        f'<article class="card {escape(card.kind.replace(" ", "-"))}"><div class="head">'
+        f"<h3>{dot}{escape(card.title)}{note}</h3>{badge}</div>{effect}<p>{escape(card.text)}</p></article>"
     )
-
-
-def _element(tag: str, text: str) -> str:
-    return f"<{tag}>{escape(text)}</{tag}>" if text else ""

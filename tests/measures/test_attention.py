@@ -101,3 +101,12 @@ def test_attention_maps_as_html_and_png(tmp_path: Path) -> None:
     assert len(zlib.decompress(content[41 : 41 + size])) == height * (1 + 3 * width)
     with raises_code("unknown-map-format"):
         attention_maps.get_map_writer(tmp_path / "maps.gif")
+
+
+def test_layer_shows_its_maps_in_a_notebook() -> None:
+    (layer, _) = probe_attention(small_model(), IDS[:1], keep_weights=True)
+    image = layer._repr_png_()
+    assert image is not None
+    assert image.startswith(b"\x89PNG")
+    (layer, _) = probe_attention(small_model(), IDS[:1])
+    assert layer._repr_png_() is None

@@ -18,7 +18,8 @@ from qkflow.errors import InputError, unknown
 # name on the command line -> (module under qkflow.cli.commands, function, one line of help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
-    "report": ("report", "report", "rebuild the report of a comparison or pace study from its folder"),
+    "report": ("report", "report", "rebuild the report of a study from its folder, or compare several"),
+    "watch": ("watch", "watch", "the report of a study while it runs, in the browser"),
     "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
     "claims": ("claims", "claims", "every claim of the papers beside what we measured"),
     "calibrate": (

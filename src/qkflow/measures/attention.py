@@ -56,6 +56,12 @@ class LayerProbe:
         n_queries = len(values) // len(self.entropy)
         return max(values[head * n_queries : (head + 1) * n_queries])
 
+    def _repr_png_(self) -> bytes | None:
+        """Return the maps of all heads, which a notebook shows; None without weights."""
+        from qkflow.measures.attention_maps import draw_png
+
+        return None if self.weights is None else draw_png([self])
+
 
 @torch.no_grad()
 def probe_attention(model: Decoder, ids: Tensor, *, keep_weights: bool = False) -> list[LayerProbe]:

@@ -33,6 +33,11 @@ def get_map_writer(path: Path) -> MapWriter:
 
 def write_png(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
     """Write a grid of maps: one row per layer, one column per head."""
+    files.write_atomic(path, draw_png(layers))
+
+
+def draw_png(layers: list[LayerProbe]) -> bytes:
+    """Return a grid of maps as PNG: one row per layer, one column per head."""
     maps = [_to_uint8(layer) for layer in layers]
     side = maps[0].shape[-1]
     zoom = max(1, 192 // side)
@@ -45,7 +50,7 @@ def write_png(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
             image[y : y + side * zoom, x : x + side * zoom] = _colormap()[
                 levels.repeat(zoom, 0).repeat(zoom, 1)
             ]
-    files.write_atomic(path, encode_png(image))
+    return encode_png(image)
 
 
 def encode_png(image: np.ndarray) -> bytes:

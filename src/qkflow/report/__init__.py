@@ -1,8 +1,10 @@
 """Reports of studies: report.html, JSON, CSV and a terminal table. Takes `studies.results`; runs nothing.
 
-figures   Plotly figures as plain dicts
-tables    CSV files, the terminal table, number formats
-page      report.html from the templates
+figures       Plotly figures as plain dicts; also difference_figures, layer_figures
+alternatives  the same figures as tables of text
+tables        CSV files, the terminal table, number formats
+document      the frame of every page: templates, compressed scripts, content security policy
+page          report.html of a comparison; pace: of a pace study; joint: of several; figure_page: of figures
 """
 
 from __future__ import annotations
@@ -29,4 +31,4 @@ def write_outputs(comparison: Comparison) -> None:
     write_atomic(folder / "curves.csv", curves_csv(runs))
     if summary.finetune:
         write_atomic(folder / "finetune.csv", finetune_csv(summary.finetune))
-    write_atomic(folder / "report.html", render_report(summary, runs))
+    write_atomic(folder / "report.html", render_report(comparison))

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qkflow.report.figures import REFERENCE_COLOR, Figure, base_layout, transparent, variant_styles
+from qkflow.report.figures import (
+    PALETTE,
+    REFERENCE_COLOR,
+    Figure,
+    base_layout,
+    plot_text,
+    round_for_plot,
+    transparent,
+    variant_styles,
+)
 from qkflow.report.tables import format_number
+from qkflow.studies.power import detectable_effect
 from qkflow.studies.stats import PairedDifference, perplexity_percent_change
 
 if TYPE_CHECKING:
@@ -23,11 +33,11 @@ def differences_figure(summary: StudySummary) -> Figure | None:
             y, color = len(names), styles[arm.variant]["color"]
             label = f"{arm.variant} with {arm.best_init}"
             traces.append(_seed_trace(arm, summary.reference, y + 0.24, color))
-            traces.append(_interval_trace(arm.difference, y, color, label, emphasized=True))
+            traces.append(interval_trace(arm.difference, y, color, label, emphasized=True))
             names.append(arm.variant)
     if not names:
         return None
-    figure = _rows_figure(traces, names, row_height=62, metric=summary.metric)
+    figure = rows_figure(traces, names, row_height=62, metric=summary.metric)
     if summary.noise_floor:
         figure["layout"]["shapes"] = [_noise_band(summary.noise_floor.difference)]
     return figure
@@ -50,6 +60,36 @@ def _noise_band(difference: PairedDifference) -> dict[str, Any]:
     }
 
 
+def power_figure(summary: StudySummary) -> Figure | None:
+    """Draw the smallest difference that n seeds find, with the seeds of this study marked.
+
+    An adaptive design adds seeds until it decides: it has no curve.
+    """
+    power, design = summary.power, summary.config.seed_design()
+    if power is None or power.sd is None or design.looks or not power.n_comparisons:
+        return None
+    seeds = sorted({*range(3, 13), power.seeds, 16, 24, 32})
+    sizes = [
+        perplexity_percent_change(power.sd * detectable_effect(design, n, power.n_comparisons)) for n in seeds
+    ]
+    trace = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "smallest difference, %",
+        "x": seeds,
+        "y": [None if size is None else round_for_plot(size) for size in sizes],
+        "line": {"color": PALETTE[0], "width": 2},
+        "marker": {"size": [13 if n == power.seeds else 6 for n in seeds], "color": PALETTE[0]},
+        "hovertemplate": "%{x} seeds: %{y:.3g}%<extra></extra>",
+    }
+    layout = base_layout("judged seeds (the large dot: this study)") | {"height": 260, "hovermode": "closest"}
+    layout["xaxis"]["type"] = layout["yaxis"]["type"] = "log"
+    ticks = {"tickmode": "array", "tickvals": [3, 4, 5, 6, 8, 12, 16, 24, 32]}
+    layout["xaxis"] |= ticks
+    layout["yaxis"] |= {"ticksuffix": "%", "dtick": "D2"}
+    return {"data": [trace], "layout": layout}
+
+
 def learning_rate_figure(summary: StudySummary) -> Figure | None:
     """Draw the final loss of every cell against its learning rate; the chosen rate is marked."""
     styles, traces = variant_styles(summary), []
@@ -64,14 +104,13 @@ def learning_rate_figure(summary: StudySummary) -> Figure | None:
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": search.cell,
+                "name": plot_text(search.cell),
                 "x": [trial.lr for trial in tried],
                 "y": [trial.loss for trial in tried],
                 "line": {"color": style["color"], "width": 2, "dash": style["dash"] if is_best else "dot"},
                 "marker": {"size": [11 if trial.lr == search.chosen else 6 for trial in tried]},
                 "opacity": 1.0 if is_best else 0.5,
-                "meta": {"best": is_best},
-                "hovertemplate": f"{search.cell}: %{{x:.3g}}, loss %{{y:.4f}}<extra></extra>",
+                "hovertemplate": f"{plot_text(search.cell)}: %{{x:.3g}}, loss %{{y:.4f}}<extra></extra>",
             }
         )
     if not traces:
@@ -90,19 +129,19 @@ def same_init_figure(summary: StudySummary) -> Figure | None:
             if init.same_init_difference:
                 name = f"{arm.variant} · {init.against.partition('@')[2]}"
                 color = styles[arm.variant]["color"]
-                trace = _interval_trace(init.same_init_difference, len(names), color, name, emphasized=False)
+                trace = interval_trace(init.same_init_difference, len(names), color, name, emphasized=False)
                 traces.append(trace)
                 names.append(name)
-    return _rows_figure(traces, names, row_height=34, metric=summary.metric) if names else None
+    return rows_figure(traces, names, row_height=34, metric=summary.metric) if names else None
 
 
-def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int, metric: str) -> Figure:
+def rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int, metric: str) -> Figure:
     layout = base_layout(f"{metric}, % (left is better)")
     layout["xaxis"] |= {"zeroline": True, "ticksuffix": "%"}
     layout["yaxis"] |= {
         "tickmode": "array",
         "tickvals": list(range(len(names))),
-        "ticktext": names,
+        "ticktext": [plot_text(name) for name in names],
         "range": [-0.6, len(names) - 0.4],
         "showgrid": False,
         "ticks": "",
@@ -111,12 +150,12 @@ def _rows_figure(traces: list[dict[str, Any]], names: list[str], row_height: int
     return {"data": traces, "layout": layout}
 
 
-def _interval_trace(
+def interval_trace(
     difference: PairedDifference, y: float, color: str, text: str, emphasized: bool
 ) -> dict[str, Any]:
     mean, low, high = (difference.percent[name] for name in ("mean", "low", "high"))
     bars: dict[str, Any] = {}
-    hover_text = f"{text}<br>{format_number(mean, '+.2f')}%"
+    hover_text = f"{plot_text(text)}<br>{format_number(mean, '+.2f')}%"
     if mean is not None and low is not None and high is not None:
         bars = {
             "type": "data",
@@ -153,6 +192,6 @@ def _seed_trace(arm: ArmSummary, reference: ArmSummary, y: float, color: str) ->
         "x": [perplexity_percent_change(losses[seed] - reference_losses[seed]) for seed in seeds],
         "y": [y] * len(seeds),
         "marker": {"color": color, "size": 6, "opacity": 0.55},
-        "text": [f"{arm.variant}, seed {seed}" for seed in seeds],
+        "text": [plot_text(f"{arm.variant}, seed {seed}") for seed in seeds],
         "hovertemplate": "%{text}: %{x:+.2f}%<extra></extra>",
     }

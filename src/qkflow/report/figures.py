@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -173,17 +174,17 @@ def band_and_line_traces(
     is_best: bool,
     hover_format: str = "%{y:.4f}",
 ) -> list[dict[str, Any]]:
-    xs = [_round_for_plot(point[0]) for point in points]
+    xs = [round_for_plot(point[0]) for point in points]
     line = {
         "type": "scatter",
         "mode": "lines",
-        "name": name,
+        "name": plot_text(name),
         "x": xs,
-        "y": [_round_for_plot(point[1]) for point in points],
+        "y": [round_for_plot(point[1]) for point in points],
         "line": {"color": style["color"], "width": 2.4, "dash": style["dash"] if is_best else "dot"},
         "visible": is_best,
         "meta": {"best": is_best},
-        "hovertemplate": f"{name}: {hover_format}<extra></extra>",
+        "hovertemplate": f"{plot_text(name)}: {hover_format}<extra></extra>",
     }
     if not is_best or len(points) < 2:
         return [line]
@@ -191,8 +192,8 @@ def band_and_line_traces(
         "type": "scatter",
         "mode": "lines",
         "x": xs + xs[::-1],
-        "y": [_round_for_plot(point[3]) for point in points]
-        + [_round_for_plot(point[2]) for point in points[::-1]],
+        "y": [round_for_plot(point[3]) for point in points]
+        + [round_for_plot(point[2]) for point in points[::-1]],
         "fill": "toself",
         "fillcolor": transparent(style["color"]),
         "line": {"width": 0},
@@ -230,14 +231,8 @@ def _probe_names(runs: Sequence[RunData]) -> list[str]:
 def _probe_traces(
     runs: Sequence[RunData], name: str, variant: str, style: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Draw means over seeds against tokens: of the mean over layers, and of every layer."""
-    by_tokens: dict[float, list[list[float]]] = {}  # values per layer of every run
-    for run in runs:
-        for row in run.metrics.get("probe", []):
-            values = row.get(name)
-            values = values if isinstance(values, list) else [values]
-            if values and all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-                by_tokens.setdefault(row.get("tokens", row["step"]), []).append(values)
+    """Draw means over seeds against tokens: of the mean over layers, and of every layer, hidden."""
+    by_tokens = probe_values(runs, name)
     if not by_tokens:
         return []
     layers = min(len(values) for runs_values in by_tokens.values() for values in runs_values)
@@ -247,20 +242,33 @@ def _probe_traces(
         ys = []
         for x in xs:
             values = [sum(v) / len(v) if layer == "mean" else v[int(layer)] for v in by_tokens[x]]
-            ys.append(_round_for_plot(sum(values) / len(values)))
+            ys.append(round_for_plot(sum(values) / len(values)))
         traces.append(
             {
                 "type": "scatter",
                 "mode": "lines",
+                "name": plot_text(variant),
                 "x": xs,
                 "y": ys,
                 "line": {"color": style["color"], "width": 2, "dash": style["dash"]},
                 "meta": {"layer": str(layer)},
                 "visible": layer == "mean",
-                "hovertemplate": f"{variant}: %{{y:.4g}}<extra></extra>",
+                "hovertemplate": f"{plot_text(variant)}: %{{y:.4g}}<extra></extra>",
             }
         )
     return traces
+
+
+def probe_values(runs: Sequence[RunData], name: str) -> dict[float, list[list[float]]]:
+    """Return the values per layer of every run, by tokens."""
+    by_tokens: dict[float, list[list[float]]] = {}
+    for run in runs:
+        for row in run.metrics.get("probe", []):
+            values = row.get(name)
+            values = values if isinstance(values, list) else [values]
+            if values and all(isinstance(v, int | float) and math.isfinite(v) for v in values):
+                by_tokens.setdefault(row.get("tokens", row.get("step")), []).append(values)
+    return by_tokens
 
 
 def base_layout(x_title: str) -> dict[str, Any]:
@@ -278,7 +286,12 @@ def base_layout(x_title: str) -> dict[str, Any]:
     }
 
 
-def _round_for_plot(value: float) -> float:
+def plot_text(text: str) -> str:
+    """Escape a name for plotly.js, which reads tags in the text of a figure, and templates in braces."""
+    return escape(text, quote=False).replace("%{", "%\u200b{")
+
+
+def round_for_plot(value: float) -> float:
     """Round to six digits, which halves the size of the page."""
     return float(f"{value:.6g}")
 

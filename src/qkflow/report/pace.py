@@ -6,7 +6,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from qkflow.files import write_atomic
-from qkflow.html import json_for_script
+from qkflow.html import Card, cards
+from qkflow.report.document import render_content, render_document
+from qkflow.report.figure_page import shares_heatmap
 from qkflow.report.figures import PALETTE, REFERENCE_COLOR, Figure, band_and_line_traces, base_layout
 from qkflow.report.pace_tables import (
     COLUMN_HEADINGS,
@@ -17,11 +19,11 @@ from qkflow.report.pace_tables import (
     ratio_cells,
     summary_csv,
 )
-from qkflow.report.page import load_template
 
 if TYPE_CHECKING:
     from qkflow.studies.pace.results import PaceStudyResult, PaceSummary
 
+TEMPLATE = "pace.html"
 CURVE_TITLES = {
     "mass": "Attention on the rationale",
     "truth": "Probability of the true label",
@@ -39,9 +41,18 @@ def write_report(result: PaceStudyResult) -> None:
 
 
 def render_report(summary: PaceSummary) -> str:
-    """Return the self-contained HTML page. The template engine escapes all text."""
-    from plotly.offline import get_plotlyjs
+    """Return the self-contained HTML page."""
+    return render_document(TEMPLATE, **report_context(summary))
 
+
+def render_live_content(summary: PaceSummary) -> tuple[str, dict[str, Figure]]:
+    """Return the content of the page and its figures, for a page that is already open."""
+    context = report_context(summary)
+    return render_content(TEMPLATE, **context), context["figures"]
+
+
+def report_context(summary: PaceSummary) -> dict[str, Any]:
+    """Return the variables of the template."""
     colors = _ratio_colors(summary)
     heatmap_titles = {f"heatmap-{i}": f"r = {row.ratio}" for i, row in enumerate(summary.rows) if row.heatmap}
     figures: dict[str, Figure] = {
@@ -51,22 +62,29 @@ def render_report(summary: PaceSummary) -> str:
     for name, title in CURVE_TITLES.items():
         if figure := _curve_figure(summary, name, colors):
             figures[f"curve-{name}"], curve_titles[f"curve-{name}"] = figure, title
-    return load_template("pace.html").render(
-        summary=summary,
-        config=summary.config,
-        settings=summary.recipe.to_dict(),
-        colors=colors,
-        cells={row.ratio: ratio_cells(row) for row in summary.rows},
-        headings=COLUMN_HEADINGS.values(),
-        published=published_rows(summary),
-        attribution_rows=_attribution_rows(summary),
-        attribution_methods=attribution_methods(summary),
-        figures=figures,
-        heatmaps=heatmap_titles,
-        curves=curve_titles,
-        figures_json=json_for_script(figures),
-        plotly_js=get_plotlyjs(),
-    )
+    return {
+        "figures": figures,
+        "summary": summary,
+        "config": summary.config,
+        "settings": summary.recipe.to_dict(),
+        "colors": colors,
+        "cards": cards(_ratio_cards(summary, colors)),
+        "cells": {row.ratio: ratio_cells(row) for row in summary.rows},
+        "headings": COLUMN_HEADINGS.values(),
+        "published": published_rows(summary),
+        "attribution_rows": _attribution_rows(summary),
+        "attribution_methods": attribution_methods(summary),
+        "heatmaps": heatmap_titles,
+        "curves": curve_titles,
+    }
+
+
+def _ratio_cards(summary: PaceSummary, colors: dict[str, str]) -> list[Card]:
+    return [
+        Card(title=f"r = {row.ratio}", text=" ".join(row.sentences), color=colors[row.ratio])
+        for row in summary.rows
+        if row.sentences
+    ]
 
 
 def _ratio_colors(summary: PaceSummary) -> dict[str, str]:
@@ -90,26 +108,9 @@ def _attribution_rows(summary: PaceSummary) -> list[list[str]]:
 
 def _heatmap_figure(shares: list[list[float]]) -> Figure:
     """Draw the share (%) of examples by attention on the rationale and probability of the true label."""
-    labels = [
-        f"{low:.1f}–{high:.1f}" for low, high in pairwise(i / len(shares) for i in range(len(shares) + 1))
-    ]
-    layout = base_layout("attention on the rationale") | {"height": 330, "hovermode": "closest"}
-    layout["yaxis"] |= {"title": {"text": "p(true label)", "font": {"size": 12}}}
-    for axis in ("xaxis", "yaxis"):
-        layout[axis] |= {"type": "category", "showgrid": False}
-    trace: dict[str, Any] = {
-        "type": "heatmap",
-        "z": [[round(share, 1) for share in column] for column in zip(*shares, strict=True)],
-        "x": labels,
-        "y": labels,
-        "zmin": 0,
-        "zmax": 100,
-        "colorscale": [[0, "rgba(26,128,196,0.05)"], [1, PALETTE[0]]],
-        "showscale": False,
-        "texttemplate": "%{z:.1f}",
-        "hovertemplate": "attention %{x}, p(true label) %{y}: %{z:.1f}%<extra></extra>",
-    }
-    return {"data": [trace], "layout": layout}
+    edges = [i / len(shares) for i in range(len(shares) + 1)]
+    labels = [f"{low:.1f}–{high:.1f}" for low, high in pairwise(edges)]
+    return shares_heatmap(shares, labels, "attention on the rationale", "p(true label)")
 
 
 def _curve_figure(summary: PaceSummary, name: str, colors: dict[str, str]) -> Figure | None:

@@ -1,78 +1,68 @@
-"""report.html: one self-contained page that works offline."""
+"""report.html: one self-contained page of a comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from qkflow.html import json_for_script
+from qkflow.html import cards
+from qkflow.measures.language import perplexity
 from qkflow.report import difference_figures, figures
+from qkflow.report.document import render_content, render_document
 from qkflow.report.finetune import task_tables
-from qkflow.report.tables import format_difference, format_number, format_percent
+from qkflow.report.layer_figures import heatmap_variants, layer_heatmaps
+from qkflow.studies.cards import verdict_cards
 from qkflow.studies.design import Verdict
 from qkflow.studies.results import StudySummary
-from qkflow.studies.sentences import power_sentence
+from qkflow.studies.sentences import power_sentence, seeds_sentence
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
+    from qkflow.studies import Comparison
     from qkflow.studies.run_data import RunData
 
-_BADGES = {
-    Verdict.HELPS: "▼",
-    Verdict.HURTS: "▲",
-    Verdict.EQUIVALENT: "≈",
-    Verdict.UNDECIDED: "…",
-    Verdict.NO_VERDICT: "?",
-    Verdict.REFERENCE: "=",
-}
+TEMPLATE = "report.html"
 
 
-def render_report(summary: StudySummary, runs: Sequence[RunData]) -> str:
-    """Return the whole page. The template engine escapes all text that users may have written."""
-    from plotly.offline import get_plotlyjs
+def render_report(comparison: Comparison) -> str:
+    """Return the whole page of a comparison."""
+    return render_document(TEMPLATE, **report_context(comparison))
 
-    figures_by_name = _build_figures(summary, runs)
+
+def render_live_content(comparison: Comparison) -> tuple[str, dict[str, figures.Figure]]:
+    """Return the content of the page and its figures, for a page that is already open."""
+    context = report_context(comparison)
+    return render_content(TEMPLATE, **context), context["figures"]
+
+
+def report_context(comparison: Comparison) -> dict[str, Any]:
+    """Return the variables of the template."""
+    summary = comparison.summary
+    figures_by_name = build_figures(summary, comparison.compared_runs)
     probes = [name for name in figures_by_name if name.startswith("probe-")]
-    return load_template("report.html").render(
-        summary=summary,
-        config=summary.config,
-        badges=_BADGES,
-        power_sentence=power_sentence(summary.power) if summary.power else "",
-        styles=figures.variant_styles(summary),
-        figures=figures_by_name,
-        probes={name: figures.probe_title(name.removeprefix("probe-")) for name in probes},
-        layers=_probe_layers([figures_by_name[name] for name in probes]),
-        task_tables=task_tables(summary.finetune),
-        figures_json=json_for_script(figures_by_name),
-        plotly_js=get_plotlyjs(),
-    )
-
-
-def load_template(name: str) -> Template:
-    """Return one of the pages in `templates`."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("qkflow.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": format_number,
-        "difference": format_difference,
-        "percent": format_percent,
-        "count": format_count,
-        "bytes": format_bytes,
-        "plain": format_value,
+    heatmaps = [name for name in figures_by_name if name.startswith("layers-")]
+    styles = figures.variant_styles(summary)
+    loss_curves = figures_by_name.get("loss-tokens", {"data": ()})["data"]
+    return {
+        "summary": summary,
+        "config": summary.config,
+        "cards": cards(verdict_cards(summary, {name: style["color"] for name, style in styles.items()})),
+        "power_sentence": power_sentence(summary.power) if summary.power else "",
+        "undecided": _undecided(summary),
+        "styles": styles,
+        "figures": figures_by_name,
+        "other_inits": any(not trace["meta"]["best"] for trace in loss_curves),
+        "probes": {name: figures.probe_title(name.removeprefix("probe-")) for name in probes},
+        "layers": _probe_layers([figures_by_name[name] for name in probes]),
+        "heatmaps": {name: figures.probe_title(name.removeprefix("layers-")) for name in heatmaps},
+        "heatmap_variants": heatmap_variants([figures_by_name[name] for name in heatmaps]),
+        "task_tables": task_tables(summary.finetune),
+        "runs": [_run_row(run) for run in comparison.runs],
     }
-    return environment.get_template(name)
 
 
-def _build_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, figures.Figure]:
+def build_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, figures.Figure]:
     figures_by_name = {
+        "power": difference_figures.power_figure(summary),
         "differences": difference_figures.differences_figure(summary),
         "same-init": difference_figures.same_init_figure(summary),
         "gap": figures.perplexity_gap_figure(summary, runs) if summary.metric == "perplexity" else None,
@@ -80,8 +70,18 @@ def _build_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, 
         "loss-seconds": figures.loss_curve_figure(summary, runs, "seconds"),
         "learning-rates": difference_figures.learning_rate_figure(summary),
         **{f"probe-{name}": figure for name, figure in figures.probe_figures(summary, runs).items()},
+        **{f"layers-{name}": figure for name, figure in layer_heatmaps(summary, runs).items()},
     }
     return {name: figure for name, figure in figures_by_name.items() if figure is not None}
+
+
+def _undecided(summary: StudySummary) -> list[tuple[str, str]]:
+    """Return how many seeds would decide each undecided arm."""
+    return [
+        (arm.variant, seeds_sentence(arm, arm.difference))
+        for arm in summary.variants
+        if arm.verdict == Verdict.UNDECIDED and arm.difference
+    ]
 
 
 def _probe_layers(probe_figures: Sequence[figures.Figure]) -> list[str]:
@@ -90,28 +90,12 @@ def _probe_layers(probe_figures: Sequence[figures.Figure]) -> list[str]:
     return sorted(layers - {"mean"}, key=int)
 
 
-def format_count(value: float | None) -> str:
-    """Format 1234567 as 1.23M."""
-    if value is None:
-        return "–"
-    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g}{letter}"
-    return f"{value:.3g}"
-
-
-def format_bytes(value: float | None) -> str:
-    return "–" if value is None else f"{value / 2**20:,.0f} MiB"
-
-
-def format_value(value: Any) -> str:
-    """Format an option or a property of the environment."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list | tuple):
-        return ", ".join(format_value(item) for item in value) or "none"
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {format_value(item)}" for name, item in value.items())
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "–" if value is None else f"{value}"
+def _run_row(run: RunData) -> dict[str, Any]:
+    result = run.result or {}
+    return {
+        **{name: getattr(run, name) for name in ("cell", "phase", "seed", "lr", "tokens", "status", "loss")},
+        "perplexity": None if run.loss is None else perplexity(run.loss),
+        "throughput": run.throughput(),
+        "seconds": result.get("seconds"),
+        "error": run.error if run.status == "failed" else "",
+    }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qkflow.studies.design import Verdict
 from qkflow.studies.results import StudySummary
+from qkflow.studies.sentences import SCIENTIFIC_FROM, format_percent, format_signed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from qkflow.studies.run_data import RunData
     from qkflow.studies.stats import PairedDifference
 
-_SCIENTIFIC_FROM = 1e9  # larger numbers are shown in scientific notation
 _CURVE_COLUMNS = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "bits_per_byte")
 VERDICT_STYLES = {
     Verdict.HELPS: "bold green",
@@ -64,18 +64,7 @@ def format_number(value: float | None, format_spec: str = ".3f", missing: str = 
     unit = "×" if format_spec.endswith("×") else ""
     if value is None:
         return missing
-    return format(value, format_spec.removesuffix("×") if abs(value) < _SCIENTIFIC_FROM else ".3g") + unit
-
-
-def format_signed(value: float) -> str:
-    """Format a percentage with its sign (a true minus) and three significant digits."""
-    if abs(value) >= _SCIENTIFIC_FROM:
-        return f"{value:+.2g}"
-    return (f"{value:+.1f}" if abs(value) >= 10 else f"{value:+.2f}").replace("-", "−")
-
-
-def format_percent(value: float | None) -> str:
-    return "–" if value is None else f"{format_signed(value)}%"
+    return format(value, format_spec.removesuffix("×") if abs(value) < SCIENTIFIC_FROM else ".3g") + unit
 
 
 def format_difference(difference: PairedDifference | BlockedDifference | None) -> tuple[str, str]:

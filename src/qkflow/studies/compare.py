@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qkflow.data import EvalWindows, TrainWindows, prepare
 from qkflow.errors import InputError, join_limited
 from qkflow.studies.analysis import analyze
+from qkflow.studies.cards import notebook_html
 from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
 from qkflow.studies.finetune.study import WORKER_MODULE as FINETUNE_WORKER
 from qkflow.studies.finetune.study import load_tasks
@@ -90,6 +91,10 @@ class Comparison:
     @property
     def is_complete(self) -> bool:
         return self.summary.is_complete
+
+    def _repr_html_(self) -> str:
+        """Return the verdict cards, which a notebook shows for the last value of a cell."""
+        return notebook_html(self.summary)
 
     def to_dataframe(self) -> pandas.DataFrame:
         import pandas

@@ -12,11 +12,24 @@ from qkflow.studies.power import MAX_SEEDS
 from qkflow.studies.results import ArmSummary, CorrectedDifference, Power, StudySummary
 from qkflow.studies.stats import PairedDifference
 
+SCIENTIFIC_FROM = 1e9  # larger numbers are shown in scientific notation
+
 _MATCH_PHRASES: dict[MatchMode, str] = {
     "tokens": "after equally many tokens",
     "time": "after equal time",
     "flops": "after equal compute",
 }
+
+
+def format_signed(value: float) -> str:
+    """Format a percentage with its sign (a true minus) and three significant digits."""
+    if abs(value) >= SCIENTIFIC_FROM:
+        return f"{value:+.2g}"
+    return (f"{value:+.1f}" if abs(value) >= 10 else f"{value:+.2f}").replace("-", "−")
+
+
+def format_percent(value: float | None) -> str:
+    return "–" if value is None else f"{format_signed(value)}%"
 
 
 def percent_phrase(value: float) -> str:
@@ -79,7 +92,7 @@ def verdict_sentence(
     elif arm.verdict == Verdict.UNDECIDED:
         first = (
             f"{name}: undecided. Its {metric} was {effect} ({evidence}; {format_p_value(arm.p_holm)}"
-            f"{corrected}). {_seeds_sentence(arm, difference)}"
+            f"{corrected}). {seeds_sentence(arm, difference)}"
         )
     else:
         p_text = f"{format_p_value(arm.p_holm)}{corrected}"
@@ -96,7 +109,8 @@ def _reason(arm: ArmSummary, config: ComparisonConfig) -> str:
     return ", because its judged runs, or those of a rival baseline, have not all finished"
 
 
-def _seeds_sentence(arm: ArmSummary, difference: PairedDifference) -> str:
+def seeds_sentence(arm: ArmSummary, difference: PairedDifference) -> str:
+    """Return how many more seeds would decide an undecided arm."""
     if arm.seeds_to_decide is None:
         return f"If it is as large as it looks, even {MAX_SEEDS} seeds would not decide it."
     more = max(1, arm.seeds_to_decide - difference.pairs)

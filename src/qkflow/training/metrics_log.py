@@ -73,6 +73,29 @@ def read_rows(path: Path) -> list[MetricsRow]:
     return [row for line in lines if (row := parse_row(line)) is not None]
 
 
+class MetricsTail:
+    """Reads the rows that a worker, in this or another process, has appended since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode, self._offset, self._partial_line = 0, 0, b""
+
+    def read_new(self) -> list[MetricsRow]:
+        """Return the new rows; all rows again, if the file was replaced by a worker that resumes."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self._inode, self._offset, self._partial_line = status.st_ino, 0, b""
+                file.seek(self._offset)
+                new = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        self._offset += len(new)
+        *lines, self._partial_line = (self._partial_line + new).split(b"\n")
+        return [row for line in lines if (row := parse_row(line)) is not None]
+
+
 def read_rows_by_kind(path: Path) -> dict[str, list[MetricsRow]]:
     """Return rows by kind in order of steps; of several rows for one step, the last."""
     kinds: dict[str, dict[int, MetricsRow]] = {}

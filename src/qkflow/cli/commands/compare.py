@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def compare(
     out: Path | None = None,
     reuse: Path | None = None,
     dry_run: bool = False,
+    live: bool = False,
     json: bool = False,
 ) -> int:
     """Compare variants of attention with the best baseline at its best init.
@@ -60,6 +62,8 @@ def compare(
             are written to --out and not repeated; variants may be added.
         dry_run: read the corpus, print its size, arms, runs, FLOPs and estimated hours, and exit; nothing is
             written.
+        live: open a page that shows the runs, the time left and the verdicts while the study runs, as
+            `qkflow watch` does. It ends with the study.
         json: print the summary as one JSON object on stdout.
     """
     if dry_run:
@@ -71,14 +75,23 @@ def compare(
             )
         studies.restore_record(reuse, out)
     try:
-        comparison = studies.compare(out=out, **settings)
+        with _live_report(out, settings) if live else nullcontext():
+            comparison = studies.compare(out=out, **settings)
+            write_outputs(comparison)
     except StudyInterrupted:
         return print_interrupted()
-    write_outputs(comparison)
     exit_code = print_comparison(comparison, json)
     if comparison.execution_time is not None and comparison.execution_time.jobs:
         console.err.print(str(comparison.execution_time), markup=False, highlight=False)
     return exit_code
+
+
+def _live_report(out: Path | None, settings: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Return the server of the study's folder. Bad settings raise InputError before it starts."""
+    from qkflow.report.live_server import live_server
+
+    config = {k: v for k, v in settings.items() if k not in ExecutionConfig.__dataclass_fields__}
+    return live_server(out or ComparisonConfig.parse(**config).default_folder())
 
 
 def print_preview(planned: StudyPreview, json: bool) -> int:
@@ -110,8 +123,8 @@ def print_interrupted() -> int:
     return EXIT_INTERRUPTED
 
 
-def print_comparison(comparison: Comparison, json: bool) -> int:
-    """Print a comparison; return exit code 1 if a run has not finished."""
+def print_comparison(comparison: Comparison, json: bool, page: Path | None = None) -> int:
+    """Print a comparison and the path of its page; return exit code 1 if a run has not finished."""
     from qkflow.report.finetune import terminal_tables
     from qkflow.report.tables import terminal_table
 
@@ -122,17 +135,19 @@ def print_comparison(comparison: Comparison, json: bool) -> int:
         console.out.print(terminal_table(summary), *terminal_tables(summary.finetune))
         console.out.print()
         sentences = [*comparison.verdicts.values(), *(task.sentence for task in summary.finetune)]
-        print_findings(summary.headline, sentences, summary.notes, comparison.folder)
+        if page is None and comparison.folder.is_dir():  # a record has no page
+            page = comparison.folder / "report.html"
+        print_findings(summary.headline, sentences, summary.notes, page)
     return 0 if comparison.is_complete else 1
 
 
-def print_findings(headline: str, sentences: Iterable[str], notes: Iterable[str], folder: Path) -> None:
-    """Print the text of a study: headline, verdicts, caveats and the path of the report."""
+def print_findings(headline: str, sentences: Iterable[str], notes: Iterable[str], page: Path | None) -> None:
+    """Print the text of a study: headline, verdicts, caveats and the path of the report, if it has one."""
     out = console.out
     out.print(headline, markup=False, highlight=False, style="bold")
     for sentence in sentences:
         out.print(f"• {sentence}", markup=False, highlight=False)
     for note in notes:
         out.print(f"! {note}", markup=False, highlight=False, style="yellow")
-    if folder.is_dir():  # a record has no report
-        out.print(f"report: {folder / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    if page is not None:
+        out.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)

@@ -81,9 +81,9 @@ def flow(
             reference = asdict(each.integrate(loss))
             row["difference"] = max(abs(row[name] - reference[name]) for name in ("mu_ov", "mu_qk", "alpha"))
     if out is not None:
-        from qkflow.papers.faster_qk.figures import flow_figure
+        from qkflow.papers.faster_qk.figures import flow_page
 
-        _write_page(out, f"Reduced gradient flow down to loss {loss:g}", flow_figure(flows, loss))
+        _write_page(out, flow_page(flows, loss))
     if json:
         console.emit_json({"loss": loss, "m": m, "n": n, "b": b, "M": M, "init": init, "rows": rows})
     else:
@@ -92,11 +92,10 @@ def flow(
         console.out.print(_flow_table(title, rows, comparable))
 
 
-def _write_page(path: Path, title: str, figure: Any) -> None:
+def _write_page(path: Path, page: str) -> None:
     from qkflow.files import write_atomic
-    from qkflow.html import PlotlySection, plotly_page
 
-    write_atomic(path, plotly_page(title, [PlotlySection("", "", figure)]))
+    write_atomic(path, page)
     console.err.print(f"figure: {path}", markup=False, soft_wrap=True)
 
 
@@ -202,7 +201,7 @@ def _run_settings(
     """Train the settings and print a row each, with the published row and the difference below it."""
     import numpy as np
 
-    from qkflow.papers.faster_qk.figures import heatmap_figure
+    from qkflow.papers.faster_qk.figures import heatmap_page
     from qkflow.papers.faster_qk.sweep import sweep
 
     timer = _Timer()
@@ -211,8 +210,7 @@ def _run_settings(
         results = sweep(configs, seeds, workers, partial(bar.advance, task))
     rows = [_settings_row([result for result in results if result.config == config]) for config in configs]
     if out is not None:
-        figure = heatmap_figure({row["name"]: np.array(row["heatmap"]) for row in rows})
-        _write_page(out, "Share of instances (%)", figure)
+        _write_page(out, heatmap_page({row["name"]: np.array(row["heatmap"]) for row in rows}))
     if json:
         console.emit_json({"seeds": list(seeds), **timer.elapsed(), "rows": rows})
     else:
@@ -269,7 +267,7 @@ def _run_fixed_attention(
 ) -> None:
     """Train both kinds of OV circuit under each α; print final and published losses and marginal gains."""
     from qkflow.papers.faster_qk import fixed_attention
-    from qkflow.papers.faster_qk.figures import fixed_attention_figure
+    from qkflow.papers.faster_qk.figures import fixed_attention_page
 
     timer = _Timer()
     options = {"lr" if name == "ov_lr" else name: value for name, value in overrides.items()}
@@ -286,7 +284,7 @@ def _run_fixed_attention(
         ratio = result.loss / published if published else None
         rows.append({**asdict(result), "published": published, "ratio": ratio})
     if out is not None:
-        _write_page(out, "Attention fixed at α", fixed_attention_figure(results))
+        _write_page(out, fixed_attention_page(results))
     if json:
         console.emit_json({"seeds": list(seeds), **timer.elapsed(), "rows": rows})
     else:

@@ -59,5 +59,5 @@ def report_study(result: PaceStudyResult, json: bool) -> int:
         console.out.print(results_table(summary))
         console.out.print(attribution_table(summary))
         sentences = [sentence for row in summary.rows for sentence in row.sentences]
-        print_findings(summary.headline, sentences, summary.notes, result.folder)
+        print_findings(summary.headline, sentences, summary.notes, result.folder / "report.html")
     return 0 if result.is_complete else 1

@@ -7,9 +7,16 @@ from typing import Any
 
 import torch
 
-from qkflow.html import PlotlySection, plotly_page
 from qkflow.papers.fast_slow.convergence import Convergence, DriftingGenerator, circle_angles
 from qkflow.papers.fast_slow.variational import FitResult
+from qkflow.report.figure_page import (
+    FigureSection,
+    line_figure,
+    line_trace,
+    render_figure_page,
+    sequence_colors,
+)
+from qkflow.report.figures import PALETTE
 
 
 def render_page(
@@ -22,87 +29,79 @@ def render_page(
         _training_section(fit),
         _manifold_section(generator, fit),
     ]
-    for section in sections:
-        section.figure.update_layout(height=420, margin={"t": 20, "r": 20})
     title = f"The fast-slow limit of a generator with {generator.n_states} states"
     intro = f"Generator: {result['generator']}, seed {result['seed']}, drift {result['drift']:g}."
-    return plotly_page(title, sections, intro)
+    return render_figure_page(title, sections, intro)
 
 
-def _solver_section(result: Mapping[str, Any]) -> PlotlySection:
-    import plotly.graph_objects as go
-
+def _solver_section(result: Mapping[str, Any]) -> FigureSection:
     solvers = result["solvers"]
     distances = {name: value for name, value in solvers.items() if name not in ("generators", "any_two")}
-    figure = go.Figure(go.Bar(x=list(distances), y=list(distances.values())))
-    figure.update_yaxes(title="largest L1 distance from gth", exponentformat="power")
+    trace = line_trace("distance from gth", distances, distances.values(), mode="markers")
     text = (
         f"Over {solvers['generators']} generators any two of the five solvers differ by at most "
         f"{solvers['any_two']:.1e}; the condition number of the generator is {result['condition']:.3g}."
     )
-    return PlotlySection("Stationary distribution: four solvers against the reference", text, figure)
+    figure = line_figure([trace], "solver", height=300)
+    figure["layout"]["yaxis"] |= {"exponentformat": "power", "rangemode": "tozero"}
+    figures = {"Largest L1 distance from gth": figure}
+    return FigureSection("Stationary distribution: four solvers against the reference", text, figures)
 
 
-def _order_section(convergence: Convergence) -> PlotlySection:
-    import plotly.graph_objects as go
-
-    epsilons, errors = list(convergence.errors), list(convergence.errors.values())
+def _order_section(convergence: Convergence) -> FigureSection:
+    epsilons = list(convergence.errors)
     predicted = [convergence.predicted_error_per_epsilon * epsilon for epsilon in epsilons]
-    figure = go.Figure()
-    figure.add_scatter(x=epsilons, y=errors, mode="markers", name="measured", marker={"size": 10})
-    figure.add_scatter(x=epsilons, y=predicted, mode="lines", name="ε·sup‖W#·ṗ_st‖₁ (predicted)")
-    figure.update_xaxes(type="log", title="ε", tickvals=epsilons, ticktext=[f"1/{1 / e:g}" for e in epsilons])
-    figure.update_yaxes(type="log", title="sup ‖x − p_st(y)‖₁", exponentformat="power")
+    traces = [
+        line_trace("measured", epsilons, convergence.errors.values(), PALETTE[1], "markers"),
+        line_trace("ε·sup‖W#·ṗ_st‖₁ (predicted)", epsilons, predicted),
+    ]
+    figure = line_figure(traces, "ε", log="xy")
+    ticks = [f"1/{1 / epsilon:g}" for epsilon in epsilons]
+    figure["layout"]["xaxis"] |= {"tickmode": "array", "tickvals": epsilons, "ticktext": ticks}
     text = f"Fitted order {convergence.order:.4f}; theory: 1."
-    return PlotlySection("Distance from the equilibrium manifold against ε", text, figure)
+    return FigureSection(
+        "Distance from the equilibrium manifold against ε", text, {"sup ‖x − p_st(y)‖₁": figure}
+    )
 
 
-def _distance_section(convergence: Convergence) -> PlotlySection:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for trajectory in convergence.trajectories:
-        scaled = (trajectory.distance / trajectory.epsilon).tolist()
-        name = f"ε = 1/{1 / trajectory.epsilon:g}"
-        figure.add_scatter(x=trajectory.y.tolist(), y=scaled, mode="lines", name=name)
-    figure.update_xaxes(title="slow angle y")
-    figure.update_yaxes(title="‖x − p_st(y)‖₁ / ε")
+def _distance_section(convergence: Convergence) -> FigureSection:
+    colors = sequence_colors(len(convergence.trajectories))
+    traces = [
+        line_trace(
+            f"ε = 1/{1 / trajectory.epsilon:g}",
+            trajectory.y.tolist(),
+            (trajectory.distance / trajectory.epsilon).tolist(),
+            color,
+        )
+        for trajectory, color in zip(convergence.trajectories, colors, strict=True)
+    ]
     text = "Divided by ε, the distances over one turn of y collapse onto the first-order correction."
-    return PlotlySection("Distance over one turn", text, figure)
+    figures = {"‖x − p_st(y)‖₁ / ε": line_figure(traces, "slow angle y")}
+    return FigureSection("Distance over one turn", text, figures)
 
 
-def _training_section(fit: FitResult) -> PlotlySection:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
+def _training_section(fit: FitResult) -> FigureSection:
     curves = {"mean KL": fit.kl_mean, "max KL": fit.kl_max, "E‖Wφ‖² (loss)": fit.residuals}
-    for name, values in curves.items():
-        figure.add_scatter(x=fit.steps, y=values, mode="lines", name=name)
-    figure.update_xaxes(title="training step")
-    figure.update_yaxes(type="log", title="KL(p_st‖φ), nats", exponentformat="power")
+    traces = [
+        line_trace(name, fit.steps, values, color)
+        for (name, values), color in zip(curves.items(), PALETTE, strict=False)
+    ]
     text = f"Trained on the residual only; final mean KL(p_st‖φ): {fit.kl_mean[-1]:.1e}."
-    return PlotlySection("φ_θ as the variational approximation", text, figure)
+    figures = {"KL(p_st‖φ), nats": line_figure(traces, "training step", log="y")}
+    return FigureSection("φ_θ as the variational approximation", text, figures)
 
 
 @torch.no_grad()
-def _manifold_section(generator: DriftingGenerator, fit: FitResult) -> PlotlySection:
-    import plotly.colors
-    import plotly.graph_objects as go
-
+def _manifold_section(generator: DriftingGenerator, fit: FitResult) -> FigureSection:
     y = circle_angles(128)
     exact, learned = generator.stationary(y), fit.phi(y)
-    colors = plotly.colors.qualitative.D3
-    n_shown = min(generator.n_states, len(colors))
-    figure = go.Figure()
+    n_shown = min(generator.n_states, len(PALETTE))
+    traces = []
     for state in exact.mean(0).argsort(descending=True)[:n_shown].tolist():
-        style = {"color": colors[state % len(colors)]}
-        figure.add_scatter(
-            x=y.tolist(), y=exact[:, state].tolist(), mode="lines", name=f"p_{state}", line=style
-        )
-        figure.add_scatter(
-            x=y[::4].tolist(), y=learned[::4, state].tolist(), mode="markers", name=f"φ_{state}", marker=style
-        )
-    figure.update_xaxes(title="slow angle y")
-    figure.update_yaxes(title="probability")
+        color = PALETTE[state % len(PALETTE)]
+        traces.append(line_trace(f"p_{state}", y.tolist(), exact[:, state].tolist(), color))
+        points = line_trace(f"φ_{state}", y[::4].tolist(), learned[::4, state].tolist(), color, "markers")
+        traces.append(points)
     text = f"Lines: exact p_st(y); points: φ_θ(y). The {n_shown} most probable states."
-    return PlotlySection("The equilibrium manifold", text, figure)
+    figures = {"Probability": line_figure(traces, "slow angle y")}
+    return FigureSection("The equilibrium manifold", text, figures)

@@ -20,7 +20,7 @@ from qkflow.studies.grid import RunSpec
 from qkflow.studies.runner.engines import RUN_LOCKED, WORKER_LOST, Engine, WorkerHandle
 from qkflow.studies.runner.live import LiveTable, format_duration
 from qkflow.studies.runner.study_dir import RunDir, StudyDir
-from qkflow.training.metrics_log import parse_row
+from qkflow.training.metrics_log import MetricsTail
 from qkflow.training.run_dir import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, METRICS_FILE
 
 POLL_INTERVAL = 0.2  # seconds, for workers without a sentinel
@@ -50,8 +50,10 @@ class RunTracker:
     train_seconds: float = 0.0  # in optimizer steps, over all resumes
     _start_time: float = 0.0
     _start_train_seconds: float = 0.0
-    _read_offset: int = 0
-    _partial_line: bytes = field(default=b"", repr=False)
+    _metrics: MetricsTail = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._metrics = MetricsTail(self.run_dir.path / METRICS_FILE)
 
     @property
     def is_done(self) -> bool:
@@ -76,15 +78,7 @@ class RunTracker:
 
     def read_new_metrics(self) -> None:
         """Read the rows that the worker has appended since the last call."""
-        try:
-            with open(self.run_dir.path / METRICS_FILE, "rb") as file:
-                file.seek(self._read_offset)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        self._read_offset += len(new)
-        *lines, self._partial_line = (self._partial_line + new).split(b"\n")
-        for row in filter(None, map(parse_row, lines)):
+        for row in self._metrics.read_new():
             if row["kind"] not in ("train", "eval"):
                 continue
             self.step, self.tokens = row["step"], int(row.get("tokens", self.tokens))
