@@ -58,6 +58,13 @@ def test_counts_of_a_config_match_the_model(coupling: str, scoring: str) -> None
     assert flops_per_token(config, 16) == flops_per_token(model, 16)
 
 
+def test_flops_of_a_deep_config_match_the_model() -> None:
+    config = preset(
+        "tiny", vocab_size=64, n_layers=4, dim=32, n_heads=4, attention={"scoring": "differential"}
+    )
+    assert flops_per_token(config, 16) == flops_per_token(Decoder(config, device="meta"), 16)
+
+
 def test_flops_of_the_standard_model_match_formula() -> None:
     n_layers, dim, vocab_size, seq_len = 2, 32, 64, 16
     weights = n_layers * (4 * dim**2 + 8 * dim**2) + vocab_size * dim  # multiply-adds per token

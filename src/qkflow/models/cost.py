@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,8 +38,12 @@ def build_meta_decoder(config: ModelConfig) -> Decoder:
 def flops_per_token(model: ModelConfig | Decoder, seq_len: int, *, training: bool = True) -> float:
     """Return the matmul FLOPs for one token of a window of `seq_len`; training adds the backward pass.
 
-    A config is counted on the meta device, without allocation. A model is run as it is, which is faster.
+    A config is counted on the meta device, without allocation. A model is run as it is, which is faster. All
+    layers have the same FLOPs, so one and two layers are counted for a deep config.
     """
+    if isinstance(model, ModelConfig) and model.n_layers > 2 and model.slow is None:
+        one, two = (flops_per_token(replace(model, n_layers=n), seq_len, training=training) for n in (1, 2))
+        return one + (model.n_layers - 1) * (two - one)
     decoder = build_meta_decoder(model) if isinstance(model, ModelConfig) else model
     ids = torch.zeros(1, seq_len, dtype=torch.long, device=decoder.embedding.weight.device)
 

@@ -28,11 +28,11 @@ from qkflow.models.decoder import Decoder
 from qkflow.models.loss import CHUNK_SIZE
 from qkflow.training.config import OptimizerName, Precision
 from qkflow.training.muon import Muon, hidden_matrices
-from qkflow.training.optimizer import AdamW, Optimizer, parameter_groups
+from qkflow.training.optimizer import parameter_groups
 
 MAX_REPLAYED_LAYERS = 8  # a deeper model is extrapolated from REPLAYED_LAYERS
 REPLAYED_LAYERS = (2, 4)
-REPLAYED_TOKENS = 8 * CHUNK_SIZE  # of the smaller batch: the phase that decides the peak is settled there
+REPLAYED_TOKENS = 4 * CHUNK_SIZE  # of the smaller batch: the phase that decides the peak is settled there
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 
@@ -182,20 +182,23 @@ def _replay_backward(
 
 @functools.lru_cache(maxsize=256)
 def _optimizer_peaks(key: str, optimizer: OptimizerName) -> _OptimizerPeaks:
-    """Run the update of one step on fake tensors."""
+    """Return the state of training. The update of Muon runs on fake tensors; AdamW's has no temporaries."""
+    config = ModelConfig.from_dict(json.loads(key))
+    if optimizer == "adamw":
+        size = sum(p.numel() * p.element_size() for p in build_meta_decoder(config).parameters())
+        return _OptimizerPeaks(size, size, 2 * size, 0)
 
     def run(model: Decoder, record: _AllocationRecorder) -> None:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
             record.move(parameter.grad, "gradients")
-        groups = parameter_groups(model, 1e-3, 0.1)
-        updater: Optimizer = Muon(groups, hidden_matrices(model)) if optimizer == "muon" else AdamW(groups)
+        updater = Muon(parameter_groups(model, 1e-3, 0.1), hidden_matrices(model))
         for tensor in updater.state_dict().values():
             record.move(tensor, "optimizer")
         record.reset_peaks()
         updater.step()
 
-    record = _replay(ModelConfig.from_dict(json.loads(key)), run)
+    record = _replay(config, run)
     peaks = record.peaks
     return _OptimizerPeaks(peaks["weights"], peaks["gradients"], peaks["optimizer"], record.working_peak)
 

@@ -101,7 +101,7 @@ CLAIMS = (
             ),
             Judged(STUDY, f"euler{MUON}", Verdict.HELPS, "euler against standard, modern, Muon"),
         ),
-        to_settle=StudyCost("60m", arms=3, seeds=5),
+        to_settle=StudyCost("coupling-60m"),
     ),
     Claim(
         "coupling-parameters",
@@ -124,6 +124,7 @@ CLAIMS = (
                 "leapfrog with 7 steps against euler with 1, modern, Muon",
             ),
         ),
+        to_settle=StudyCost("integrators", "step-counts"),
     ),
     Claim(
         "coupling-uncoupled",
@@ -131,6 +132,7 @@ CLAIMS = (
         "An uncoupled network with the same parameters gains less than the coupling",
         "23.81 against 22.55–22.62 (standard 24.22); 8× the seed variance",
         (Measured(STUDY, _uncoupled),),
+        to_settle=StudyCost("uncoupled"),
     ),
     Claim(
         "coupling-tokens",
@@ -138,13 +140,14 @@ CLAIMS = (
         "Standard attention needs 2.4 times as many tokens for the same perplexity, which takes equal time",
         "2.4×",
         (Measured(STUDY, _tokens_to_target),),
+        to_settle=StudyCost("compute-matched"),
     ),
     Claim(
         "coupling-150m",
         PAPER,
         "The gain holds at 150M parameters",
         "−6.7%",
-        to_settle=StudyCost("150m", arms=3, seeds=5),
+        to_settle=StudyCost("coupling-150m"),
     ),
     Claim(
         "coupling-350m",
@@ -159,23 +162,21 @@ CLAIMS = (
                 "differential against standard, modern, Muon (learning rate of standard)",
             ),
         ),
-        to_settle=StudyCost("350m", arms=4, seeds=5),
+        to_settle=StudyCost("coupling-350m"),
     ),
     Claim(
         "coupling-corpora",
         PAPER,
         "Coherent text gains, heterogeneous web text loses",
         "PubMed −4.5%, web +10.3%",
-        to_settle="`qkflow compare` on biomedical and web text, as for WikiText-2: 1M tokens, 5 seeds, "
-        "about an hour per corpus on two cores",
+        to_settle=StudyCost("pubmed", "web-text"),
     ),
     Claim(
         "coupling-glue",
         PAPER,
         "Fine-tuning on GLUE does not benefit",
         "no benefit",
-        to_settle="`qkflow compare --finetune glue:SST-2,CoLA,MRPC,RTE`; at `tiny` only SST-2 is "
-        "learned at all (docs/log.md)",
+        to_settle=StudyCost("glue"),
     ),
     Claim(
         "coupling-stability",
@@ -199,6 +200,6 @@ CLAIMS = (
             ),
             Judged(STUDY, f"affine{MUON}", Verdict.HELPS, "affine against standard, modern, Muon"),
         ),
-        to_settle=StudyCost("455m", arms=2, seeds=6),
+        to_settle=StudyCost("affine-differential-455m"),
     ),
 )

@@ -14,6 +14,7 @@ import torch
 from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
 from qkflow.models.cost import build_meta_decoder, count_flops, flops_per_token, parameters_by_role
+from qkflow.studies.compare import read_pilot_sd
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.grid import build_grid, check_models
 from qkflow.studies.hardware.communication import StepTime, step_time
@@ -33,6 +34,8 @@ from qkflow.studies.workload import (
 )
 from qkflow.training.memory import MemoryModel
 from qkflow.training.muon import hidden_matrices, newton_schulz
+
+NOISE_HINT = "--noise is that of an earlier comparison, in percent"
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,10 @@ def plan_comparison(config: ComparisonConfig, hardware: HardwareConfig) -> Study
     workloads = arm_workloads(grid, {name: model.flops_per_token for name, model in models.items()}, tokens)
     cells = unique_cells(workloads)
     hours = _device_hours(cells, models, hardware)
-    sd = None if hardware.noise is None else math.log1p(hardware.noise / 100)
-    power = study_power(grid, sd, "--noise")
+    sd, source = read_pilot_sd(config.pilot), "the pilot study"
+    if hardware.noise is not None:
+        sd, source = math.log1p(hardware.noise / 100), "--noise"
+    power = study_power(grid, sd, source)
     return StudyCostPlan(
         config,
         hardware,
@@ -128,11 +133,22 @@ def plan_comparison(config: ComparisonConfig, hardware: HardwareConfig) -> Study
         hours,
         hours / hardware.world_size / hardware.runs_at_a_time,
         _usd(hours, hardware),
-        ""
-        if power is None
-        else power_sentence(power).replace("--pilot FOLDER takes that of", "--noise is that of"),
+        "" if power is None else power_sentence(power, NOISE_HINT),
         tuple(_notes(config, models)),
     )
+
+
+def count_study(config: ComparisonConfig) -> tuple[int, float]:
+    """Return the runs of a comparison and their FLOPs, without the memory of its models."""
+    assert config.tokens is not None
+    grid = build_grid(config)
+    cost = {
+        model.name: model_cost(model.config, model.seq_len, model.train.optimizer, False).flops_per_token
+        for model in trained_models(grid)
+    }
+    tokens = {name: round(config.tokens * scale) for name, scale in token_scales(grid, cost).items()}
+    cells = unique_cells(arm_workloads(grid, cost, tokens))
+    return sum(cell.runs for cell in cells), sum(cell.flops for cell in cells)
 
 
 def plan_model(model: TrainedModel, hardware: HardwareConfig, device: Device) -> ModelPlan:
@@ -192,9 +208,9 @@ def model_cost(config: ModelConfig, seq_len: int, optimizer: str, checkpointing:
 def _model_cost(key: str, seq_len: int, optimizer: str, checkpointing: bool) -> ModelCost:
     config = ModelConfig.from_dict(json.loads(key))
     model = build_meta_decoder(config)
-    flops, update = flops_per_token(model, seq_len), 0.0
+    flops, update = flops_per_token(config, seq_len), 0.0
     if checkpointing:  # the blocks run forward twice
-        flops += flops_per_token(model, seq_len, training=False) - 2 * config.vocab_size * config.dim
+        flops += flops_per_token(config, seq_len, training=False) - 2 * config.vocab_size * config.dim
     if optimizer == "muon":
         names = hidden_matrices(model)
         shapes: dict[tuple[int, int], int] = {}
