@@ -4,7 +4,7 @@
     python benchmarks/memory.py --preset small --batch-size 4 --seq-len 256
 
 Each variant runs one step (forward, backward, AdamW) in its own process. The output is the peak resident set
-size of the process minus its value before the model was built, and the estimate of `models.cost`.
+size of the process minus its value before the model was built, and the estimate of `training.memory`.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def main() -> None:
         peaks[name] = int(done.stdout)
 
     from qkflow.models import preset
-    from qkflow.models.cost import estimate_training_memory
+    from qkflow.training.memory import estimate_training_memory
 
     estimate = estimate_training_memory(preset(options.preset), options.batch_size, options.seq_len)
     ratio = peaks["chunked"] / peaks["full logits"]
     if options.json:
-        print(json.dumps({"bytes": peaks, "ratio": ratio, "estimate": estimate.total}))
+        print(json.dumps({"bytes": peaks, "ratio": ratio, "estimate": estimate.peak}))
         return
     print(f"{options.preset}, batch_size {options.batch_size}, seq_len {options.seq_len}: peak of one step")
     for name, size in peaks.items():
         print(f"  {name:12} {size / 1e6:8.0f} MB")
-    print(f"  chunked / full logits: {ratio:.2f}; estimate for chunked: {estimate.total / 1e6:.0f} MB")
+    print(f"  chunked / full logits: {ratio:.2f}; estimate for chunked: {estimate.peak / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

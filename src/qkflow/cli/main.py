@@ -20,7 +20,10 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "compare": ("compare", "compare", "compare variants with standard attention on a corpus"),
     "report": ("report", "report", "rebuild the report of a study from its folder, or compare several"),
     "watch": ("watch", "watch", "the report of a study while it runs, in the browser"),
-    "reproduce": ("reproduce", "reproduce", "run the comparison of a paper: fast-slow, coupling"),
+    "reproduce": ("reproduce", "reproduce", "list, plan or run the experiments of the papers"),
+    "plan": ("plan", "plan", "memory, hours and cost of a comparison on given hardware, before it runs"),
+    "plan devices": ("plan", "devices", "list the devices of the planner, with sources"),
+    "plan scaling": ("plan", "scaling", "simulate a run and a study on 1 to 4,096 devices"),
     "claims": ("claims", "claims", "every claim of the papers beside what we measured"),
     "calibrate": (
         "calibrate",
@@ -150,7 +153,7 @@ def dispatch(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP_FLAGS:
         print(usage())
         return 0
-    if subcommands(argv[0]) and argv[1:] and argv[1] in HELP_FLAGS:
+    if argv[0] not in COMMANDS and subcommands(argv[0]) and argv[1:] and argv[1] in HELP_FLAGS:
         print(usage(subcommands(argv[0])))
         return 0
     if argv[0] in ("-V", "--version"):

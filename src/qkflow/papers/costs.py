@@ -1,33 +1,39 @@
-"""What it would take to settle a claim at the size of its paper."""
+"""What it would take to settle a claim at the size of its paper: its recipes, and their cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from qkflow.papers.planning import plan_recipe
+from qkflow.papers.recipe import load_recipe
+from qkflow.studies.config import ComparisonConfig
+from qkflow.studies.hardware.config import HardwareConfig
+from qkflow.studies.hardware.plan import count_study
 
-GPU, GPU_FLOPS, UTILIZATION = "A100", 312e12, 0.4  # dense bf16 peak of the data sheet; an assumption
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, arXiv 2203.15556: the papers' budgets are not public
-SEQ_LEN = 512
+HARDWARE = HardwareConfig("a100")  # one device per run
 
 
-@dataclass(frozen=True)
 class StudyCost:
-    """A comparison of models of a published size, each trained on 20 tokens per parameter."""
+    """The cost of recipes at the scale of their paper, on the default hardware of the planner."""
 
-    preset: str
-    arms: int
-    seeds: int
+    def __init__(self, *recipes: str) -> None:
+        self.recipes = recipes
 
     def __str__(self) -> str:
-        from qkflow.models import Decoder
-        from qkflow.models.cost import flops_per_token
-        from qkflow.models.presets import preset
+        return "; ".join(map(_describe_cost, self.recipes))
 
-        config = preset(self.preset)
-        n_parameters = sum(p.numel() for p in Decoder(config, device="meta").parameters())
-        tokens = TOKENS_PER_PARAMETER * n_parameters
-        flops = flops_per_token(config, SEQ_LEN) * tokens * self.arms * self.seeds
-        hours = flops / (GPU_FLOPS * UTILIZATION) / 3600
-        return (
-            f"{self.arms} arms × {self.seeds} seeds of `{self.preset}`, {tokens / 1e9:.1f}B tokens each: "
-            f"{flops:.1e} FLOPs, about {hours:,.0f} hours of one {GPU} at {UTILIZATION:.0%} of its peak"
-        )
+
+def _describe_cost(name: str) -> str:
+    recipe, device = load_recipe(name), HARDWARE.device()
+    command = f"`qkflow reproduce {name} --scale paper`"
+    if recipe.kind != "comparison":
+        planned = plan_recipe(recipe, "paper", HARDWARE)
+        runs = sum(stage.runs for stage in planned.stages.values())
+        return f"{command}: {runs} runs of a small model"
+    counts = []
+    for stage in recipe.stage_names:
+        config = recipe.config("paper", stage)
+        assert isinstance(config, ComparisonConfig)
+        counts.append((*count_study(config), device.peak_flops(config.precision)))
+    hours = sum(flops / (device.utilization * peak) for _, flops, peak in counts) / 3600
+    runs, flops = sum(each[0] for each in counts), sum(each[1] for each in counts)
+    speed = f"one {device.name.upper()} at {device.utilization:.0%} of its peak"
+    return f"{command}: {runs} runs, {flops:.1e} FLOPs, about {hours:,.0f} hours of {speed}"

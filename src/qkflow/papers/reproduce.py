@@ -1,7 +1,7 @@
-"""The comparisons of the papers, as studies for any corpus: `qkflow reproduce NAME`.
+"""Run the comparisons of a recipe: `qkflow reproduce NAME`.
 
 The papers' training recipes are not public. The outcome is therefore consistent with a paper or not; it is
-never *the* reproduction. Each study is one or more comparisons, each in its own folder.
+never *the* reproduction. Each stage is a comparison in its own folder.
 """
 
 from __future__ import annotations
@@ -10,56 +10,82 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qkflow import files
-from qkflow.config_io import parse_count
-from qkflow.errors import unknown
-from qkflow.papers.coupled_dynamics import study as coupling_study
-from qkflow.papers.fast_slow import study as fast_slow_study
-from qkflow.papers.paper_study import PaperStudy, Stage
+from qkflow.papers.claims import find_arm
+from qkflow.papers.recipe import Recipe, load_recipe
 from qkflow.report import write_outputs
+from qkflow.report.tables import format_difference
 from qkflow.studies.compare import Comparison, compare
+from qkflow.studies.design import SeedDesign
+from qkflow.studies.slow_path_findings import gate_findings
 
-PAPER_STUDIES: dict[str, PaperStudy] = {
-    "coupling": coupling_study.STUDY,
-    "fast-slow": fast_slow_study.STUDY,
-}
-
-
-def get_paper_study(name: str) -> PaperStudy:
-    """Return a study by name."""
-    if name not in PAPER_STUDIES:
-        raise unknown("study", name, PAPER_STUDIES)
-    return PAPER_STUDIES[name]
+StageCallback = Callable[[str, Comparison, dict[str, Any]], None]
 
 
 def reproduce(
     name: str,
     out: str | Path,
     *,
+    scale: str = "tiny",
     stages: tuple[str, ...] = (),
-    on_stage_end: Callable[[Stage, Comparison, dict[str, Any]], None] | None = None,
+    on_stage_end: StageCallback | None = None,
     execution_kwargs: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Run the comparisons of a paper; return their summaries and findings, as stored in `findings.json`.
+    """Run the comparisons of a recipe; return their summaries and findings, as stored in `findings.json`.
 
-    `settings` are fields of `ComparisonConfig`, `execution_kwargs` the other arguments of `compare`.
+    `settings` replace those of the recipe, `execution_kwargs` are the other arguments of `compare`.
     """
-    study = get_paper_study(name)
-    stages_by_name = {stage.name: stage for stage in study.stages}
-    for stage_name in stages:
-        if stage_name not in stages_by_name:
-            raise unknown(f"stage of {name}", stage_name, stages_by_name)
-    values = {"tokens": study.tokens, "seeds": study.seeds, **study.settings, **settings}
-    tokens = parse_count(values.pop("tokens"))
-    report: dict[str, Any] = {"study": name, "paper": study.paper, "claim": study.claim, "stages": {}}
-    for stage in (stages_by_name[stage_name] for stage_name in stages or stages_by_name):
-        budget = {"variants": stage.variants, "tokens": tokens * stage.token_multiplier}
-        comparison = compare(out=Path(out) / stage.name, **{**values, **budget}, **(execution_kwargs or {}))
+    recipe = load_recipe(name)
+    values = {
+        stage: recipe.stage_settings(scale, stage, **settings) for stage in stages or recipe.stage_names
+    }
+    report: dict[str, Any] = {
+        "recipe": recipe.name,
+        "scale": scale,
+        "paper": recipe.paper,
+        "claim": recipe.claim,
+        "published": recipe.published,
+        "stages": {},
+    }
+    finished: dict[str, Comparison] = {}
+    for stage, stage_settings in values.items():
+        comparison = compare(out=Path(out) / stage, **stage_settings, **(execution_kwargs or {}))
         write_outputs(comparison)
-        findings = study.findings(comparison) if study.findings else {}
-        report["stages"][stage.name] = {"summary": comparison.summary.to_dict(), **findings}
+        finished[stage] = comparison
+        findings = stage_findings(recipe, finished, comparison)
+        report["stages"][stage] = {"summary": comparison.summary.to_dict(), **findings}
         if on_stage_end:
             on_stage_end(stage, comparison, findings)
     files.write_json(Path(out) / "findings.json", report)
     return report
+
+
+def stage_findings(recipe: Recipe, finished: Mapping[str, Comparison], latest: Comparison) -> dict[str, Any]:
+    """Return what a recipe measures beyond losses, after each of its stages."""
+    if recipe.findings == "gate":
+        return gate_findings(latest)
+    if recipe.findings == "longer-training" and {"equal", "longer"} <= finished.keys():
+        return longer_training_findings(finished["equal"], finished["longer"])
+    return {}
+
+
+def longer_training_findings(equal: Comparison, longer: Comparison) -> dict[str, Any]:
+    """Compare the coupling with standard attention that was trained on more tokens, by seed."""
+    coupled, standard = find_arm(equal, "euler").losses, find_arm(longer, "standard").losses
+    seeds = sorted(coupled.keys() & standard.keys())
+    config = equal.summary.config
+    design = SeedDesign.fixed(config.confidence, config.margin_nats)
+    difference = design.difference([standard[s] for s in seeds], [coupled[s] for s in seeds])
+    ratio = float(np.divide(longer.summary.config.tokens or 1, config.tokens or 1))
+    mean, interval = format_difference(difference)
+    sentence = (
+        f"standard attention trained on {ratio:.2g} times the tokens, against euler: {mean} ({interval}), "
+        f"{len(seeds)} seeds; the two were trained in different stages with the same seeds"
+    )
+    return {
+        "longer_training": {"ratio": ratio, "seeds": seeds, "mean": difference.mean},
+        "sentences": [sentence],
+    }

@@ -171,14 +171,17 @@ def _control_sentences(arm: ArmSummary, config: ComparisonConfig) -> list[str]:
     return sentences
 
 
-def power_sentence(power: Power) -> str:
-    """Return the smallest effect that a study can show."""
+NOISE_FROM_PILOT = "--pilot FOLDER takes that of an earlier comparison"
+
+
+def power_sentence(power: Power, noise_hint: str = NOISE_FROM_PILOT) -> str:
+    """Return the smallest effect that a study can show; `noise_hint` tells how to name its noise."""
     tests = f"{power.n_comparisons} comparison{'s' * (power.n_comparisons != 1)}"
     start = f"With {power.seeds} seeds and {tests}, 80% power needs a difference of "
     if power.sd is None or power.detectable_percent is None:
         return (
             f"{start}{power.detectable_sd:.1f} standard deviations of the paired differences; their noise is "
-            "not known yet (--pilot FOLDER takes that of an earlier comparison)."
+            f"not known yet ({noise_hint})."
         )
     return f"{start}{power.detectable_percent:.2g}% (noise {100 * power.sd:.2g}%, from {power.source})."
 

@@ -182,12 +182,12 @@ def synthetic(
         _check_unused_options(
             unused + (["setting"] if setting else []), "has no effect with --fixed-attention"
         )
-        _run_fixed_attention(seed_range, options, out, json)
+        run_fixed_attention(seed_range, options, out, json)
     elif setting is None:
         _check_unused_options(list(options), "needs --setting FAFO, FACO, CAFO or CACO")
-        _run_settings(FIGURE_CONFIGS, seed_range, workers, out, json)
+        run_settings(FIGURE_CONFIGS, seed_range, workers, out, json)
     else:
-        _run_settings([synthetic_config(setting, **options)], seed_range, workers, out, json)
+        run_settings([synthetic_config(setting, **options)], seed_range, workers, out, json)
 
 
 def _check_unused_options(names: list[str], reason: str) -> None:
@@ -195,7 +195,7 @@ def _check_unused_options(names: list[str], reason: str) -> None:
         raise InputError(f"--{names[0].replace('_', '-')} {reason}", code="unused-option")
 
 
-def _run_settings(
+def run_settings(
     configs: Sequence[SyntheticConfig], seeds: Sequence[int], workers: int, out: Path | None, json: bool
 ) -> None:
     """Train the settings and print a row each, with the published row and the difference below it."""
@@ -262,7 +262,7 @@ def _settings_table(rows: list[dict[str, Any]], seeds: int) -> Table:
     return table
 
 
-def _run_fixed_attention(
+def run_fixed_attention(
     seeds: Sequence[int], overrides: dict[str, Any], out: Path | None, json: bool
 ) -> None:
     """Train both kinds of OV circuit under each α; print final and published losses and marginal gains."""

@@ -121,7 +121,7 @@ CLAIMS = (
             Judged(STUDY, WEAK_EULER, Verdict.HELPS, "euler against standard, fan_in, AdamW", WEAK_REFERENCE),
             Judged(STUDY, EULER, Verdict.HELPS, "euler against standard, modern, Muon"),
         ),
-        to_settle=StudyCost("60m", arms=3, seeds=5),
+        to_settle=StudyCost("coupling-60m"),
     ),
     Claim(
         "coupling-parameters",
@@ -135,7 +135,7 @@ CLAIMS = (
         PAPER,
         "Euler and symplectic integrators do equally well, and 1 to 7 steps are alike",
         "Euler = leapfrog; steps 1–7 alike",
-        to_settle="`leapfrog:n=7` beside `euler` in the study of the first claim: five runs of 1M tokens",
+        to_settle=StudyCost("integrators", "step-counts"),
     ),
     Claim(
         "coupling-uncoupled",
@@ -143,6 +143,7 @@ CLAIMS = (
         "An uncoupled network with the same parameters gains less than the coupling",
         "23.81 against 22.55–22.62 (standard 24.22); 8× the seed variance",
         (Measured(STUDY, _uncoupled),),
+        to_settle=StudyCost("uncoupled"),
     ),
     Claim(
         "coupling-tokens",
@@ -150,13 +151,14 @@ CLAIMS = (
         "Standard attention needs 2.4 times as many tokens for the same perplexity, which takes equal time",
         "2.4×",
         (Measured(STUDY, _tokens_to_target),),
+        to_settle=StudyCost("compute-matched"),
     ),
     Claim(
         "coupling-150m",
         PAPER,
         "The gain holds at 150M parameters",
         "−6.7%",
-        to_settle=StudyCost("150m", arms=3, seeds=5),
+        to_settle=StudyCost("coupling-150m"),
     ),
     Claim(
         "coupling-350m",
@@ -164,23 +166,21 @@ CLAIMS = (
         "The gain shrinks at 350M parameters, where differential attention is ahead",
         "−1.0% (19.35); differential 18.93",
         (first_look("differential@modern", "differential against standard, modern, AdamW, the same rate"),),
-        to_settle=StudyCost("350m", arms=4, seeds=5),
+        to_settle=StudyCost("coupling-350m"),
     ),
     Claim(
         "coupling-corpora",
         PAPER,
         "Coherent text gains, heterogeneous web text loses",
         "PubMed −4.5%, web +10.3%",
-        to_settle="`qkflow compare` on biomedical and web text, as for WikiText-2: 1M tokens, 5 seeds, "
-        "about an hour per corpus on two cores",
+        to_settle=StudyCost("pubmed", "web-text"),
     ),
     Claim(
         "coupling-glue",
         PAPER,
         "Fine-tuning on GLUE does not benefit",
         "no benefit",
-        to_settle="`qkflow compare --finetune glue:SST-2,CoLA,MRPC,RTE`; at `tiny` only SST-2 is "
-        "learned at all (docs/log.md)",
+        to_settle=StudyCost("glue"),
     ),
     Claim(
         "coupling-stability",
@@ -195,6 +195,6 @@ CLAIMS = (
         "Affine coupling on differential attention beats differential attention",
         "455M, T = 512: p = 0.003, six seeds",
         (first_look("affine@modern", "affine against standard, modern, AdamW"),),
-        to_settle=StudyCost("455m", arms=2, seeds=6),
+        to_settle=StudyCost("affine-differential-455m"),
     ),
 )

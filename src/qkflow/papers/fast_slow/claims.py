@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from qkflow.papers.claims import Claim, Judged, Measured, Output, Paired, find_arm
+from qkflow.papers.costs import StudyCost
 from qkflow.studies import Comparison
 from qkflow.studies.design import Verdict
 from qkflow.studies.slow_path_findings import OPEN_GATE_THRESHOLD
@@ -51,6 +52,7 @@ CLAIMS = (
         "At 500k tokens the slow path is neutral",
         "within run-to-run noise",
         (Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),),
+        to_settle=StudyCost("fast-slow"),
     ),
     Claim(
         "fast-slow-gate",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qkflow.papers.claims import Claim, Output
+from qkflow.papers.costs import StudyCost
 from qkflow.papers.coupled_dynamics.claims import first_look
 
 PAPER = "Vashisht & Ramaswamy, ICML 2026, arXiv 2608.06776"
@@ -99,6 +100,7 @@ CLAIMS = (
                 lambda output: _largest_difference(output) < SHARE_TOLERANCE,
             ),
         ),
+        to_settle=StudyCost("synthetic-grid"),
     ),
     Claim(
         "pace-sharpens",
@@ -187,5 +189,6 @@ CLAIMS = (
             _study("agreement", ("confidence", "comprehensiveness"), "raises"),
             _study("hatexplain", ("confidence", "comprehensiveness"), "raises"),
         ),
+        to_settle=StudyCost("agreement-single-knob", "hatexplain-single-knob", "squad-single-knob"),
     ),
 )
