@@ -13,7 +13,7 @@ from qkflow.studies import ComparisonConfig
 from qkflow.studies.hardware.config import HardwareConfig
 from qkflow.studies.hardware.devices import DEVICES
 from qkflow.studies.hardware.plan import StudyCostPlan, plan_comparison
-from qkflow.studies.hardware.scaling import DEVICE_COUNTS, ScalingResult, simulate_scaling
+from qkflow.studies.hardware.scaling import DEVICE_COUNTS, ScalingPoint, ScalingResult, simulate_scaling
 
 _KINDS = {
     "weights": "weights",
@@ -167,9 +167,8 @@ def devices(markdown: bool = False, json: bool = False) -> int:
         for device in DEVICES.values()
     ]
     cpu = "`cpu`" if markdown else "cpu"
-    rows.append(
-        (cpu, "one core of this machine", *["measured"] * 2, "its share", "–", "10", "a matmul of 512³")
-    )
+    core = "one core of this machine"
+    rows.append((cpu, core, "measured", "measured", "its share", "–", "10", "a matmul of 512³"))
     if markdown:
         for row in (headings, ["---"] * len(headings), *rows):
             print("| " + " | ".join(row) + " |")
@@ -221,9 +220,9 @@ def print_scaling(simulated: ScalingResult) -> None:
     title = f"{simulated.model}: share of a step that is computation; MB sent per device ({batch})"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("devices", justify="right")
-    by_mode = {point.parallel: {} for point in simulated.scaling}
+    by_mode: dict[str, dict[int, ScalingPoint]] = {}
     for point in simulated.scaling:
-        by_mode[point.parallel][point.devices] = point
+        by_mode.setdefault(point.parallel, {})[point.devices] = point
     for mode in by_mode:
         table.add_column(mode, justify="right")
         table.add_column("MB", justify="right")
