@@ -86,7 +86,9 @@ def power_figure(summary: StudySummary) -> Figure | None:
     layout["xaxis"]["type"] = layout["yaxis"]["type"] = "log"
     ticks = {"tickmode": "array", "tickvals": [3, 4, 5, 6, 8, 12, 16, 24, 32]}
     layout["xaxis"] |= ticks
-    layout["yaxis"] |= {"ticksuffix": "%", "dtick": "D2"}
+    percents = [scale * digit for scale in (0.01, 0.1, 1, 10) for digit in (1, 2, 5)]
+    texts = [f"{percent:g}%" for percent in percents]
+    layout["yaxis"] |= {"tickmode": "array", "tickvals": percents, "ticktext": texts}
     return {"data": [trace], "layout": layout}
 
 

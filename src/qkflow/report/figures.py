@@ -267,7 +267,7 @@ def probe_values(runs: Sequence[RunData], name: str) -> dict[float, list[list[fl
             values = row.get(name)
             values = values if isinstance(values, list) else [values]
             if values and all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-                by_tokens.setdefault(row.get("tokens", row.get("step")), []).append(values)
+                by_tokens.setdefault(row["tokens"] if "tokens" in row else row["step"], []).append(values)
     return by_tokens
 
 

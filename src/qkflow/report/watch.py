@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ def build_app(watcher: Watcher, site: LocalSite) -> ASGIApp:
 
     from qkflow.web.security import LocalOnly
 
-    static = {
+    static: dict[str, tuple[str, Callable[[], str]]] = {
         "report.css": ("text/css", style_sheet),
         "report.js": ("text/javascript", partial(read_asset, "report.js")),
         "watch.js": ("text/javascript", partial(read_asset, "watch.js")),
@@ -129,8 +129,11 @@ def build_app(watcher: Watcher, site: LocalSite) -> ASGIApp:
         return HTMLResponse(render_document("watch.html", {}, live=True, name=watcher.folder.resolve().name))
 
     def asset(request: Request) -> Response:
-        kind, read = static.get(request.path_params["name"], ("", None))
-        return Response("not found", 404) if read is None else Response(read(), media_type=kind)
+        name = request.path_params["name"]
+        if name not in static:
+            return Response("not found", 404)
+        kind, read = static[name]
+        return Response(read(), media_type=kind)
 
     async def events(request: Request) -> Response:
         return StreamingResponse(stream_events(watcher, site), media_type="text/event-stream")

@@ -65,12 +65,17 @@ def fixed_attention_page(results: Sequence[FixedAttentionResult]) -> str:
     for kind, color in zip(kinds, PALETTE, strict=False):
         group = [result for result in results if result.kind == kind]
         traces = [
-            line_trace(f"α = {each.alpha:g}", *zip(*each.history, strict=True), colors[each.alpha])
+            line_trace(
+                f"α = {each.alpha:g}",
+                [step for step, _ in each.history],
+                [loss for _, loss in each.history],
+                colors[each.alpha],
+            )
             for each in group
         ]
         losses[f"Loss, {kind} output-value circuit"] = line_figure(traces, "step", log="y")
-        known = [(each.alpha, each.gain) for each in group if each.gain is not None]
-        gains.append(line_trace(kind, *zip(*known, strict=True), color, "lines+markers"))
+        known = {each.alpha: each.gain for each in group if each.gain is not None}
+        gains.append(line_trace(kind, known, known.values(), color, "lines+markers"))
     sections = [
         FigureSection("Loss over training", "", losses),
         FigureSection("Final marginal gain", "", {"Marginal gain": line_figure(gains, "α", log="y")}),

@@ -44,7 +44,7 @@
       ];
       cells.forEach((text, i) => {
         const cell = document.createElement("td");
-        if (i === 0) cell.className = "text";
+        if (i === 0) cell.className = run.error ? "text long" : "text";
         cell.textContent = text;
         row.append(cell);
       });
