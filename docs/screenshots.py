@@ -44,14 +44,12 @@ TEXT = (
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture: a page, the element to scroll to, the size of the window and the color scheme."""
+    """One picture: a page, the size of the window, and the time to draw it."""
 
     name: str
     url: str
-    anchor: str | None = None
     width: int = 1200
     height: int = 800
-    scheme: str = "light"
     wait_ms: int = 2500
 
 
@@ -87,15 +85,10 @@ def explorer(model: Path) -> Iterator[str]:
 
 def take(browser: Any, shot: Shot) -> None:
     """Write one picture. Raise if it is too large for the repository."""
-    context = browser.new_context(
-        viewport={"width": shot.width, "height": shot.height}, color_scheme=shot.scheme
-    )
+    context = browser.new_context(viewport={"width": shot.width, "height": shot.height})
     page = context.new_page()
     page.goto(shot.url)
     page.wait_for_timeout(shot.wait_ms)
-    if shot.anchor:
-        page.locator(shot.anchor).first.scroll_into_view_if_needed()
-        page.wait_for_timeout(500)
     path = IMAGES / f"{shot.name}.png"
     page.screenshot(path=str(path))
     context.close()
@@ -119,9 +112,8 @@ def main(work: Path = Path("runs/screenshots"), chromium: Path | None = None) ->
         browser = playwright.chromium.launch(executable_path=executable, args=BROWSER_ARGS)
         report = (study / "report.html").resolve().as_uri()
         take(browser, Shot("report", report))
-        take(browser, Shot("report-dark", report, scheme="dark"))
         with explorer(model) as url:
-            take(browser, Shot("explorer", url, wait_ms=5000))
+            take(browser, Shot("explorer", url, height=1150, wait_ms=5000))
         browser.close()
 
 
