@@ -13,7 +13,7 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src"
 LIBRARY = ("attention", "models", "data", "training", "measures")
-LAB = ("studies", "report", "bench", "cli")
+LAB = ("studies", "report", "bench", "web", "explore", "cli")
 RINGS = {
     **dict.fromkeys(LIBRARY, "library"),
     **dict.fromkeys(LAB, "lab"),

@@ -1,0 +1,1 @@
+"""`qkflow explore`: look into one or two models in the browser."""
