@@ -99,8 +99,8 @@ class TransformersModel(ExplorableModel):
 
     @torch.no_grad()
     def _find_final_norm(self) -> nn.Module | None:
-        """Return the norm whose output is the last hidden state: its tensor is the same object."""
-        outputs: dict[nn.Module, Any] = {}
+        """Return the norm whose output is the last hidden state: they share memory."""
+        outputs: dict[nn.Module, Tensor] = {}
         hooks = [
             module.register_forward_hook(lambda norm, arguments, out: outputs.__setitem__(norm, out))
             for module in self.model.modules()
@@ -111,7 +111,7 @@ class TransformersModel(ExplorableModel):
         finally:
             for hook in hooks:
                 hook.remove()
-        return next((norm for norm, out in outputs.items() if out is last), None)
+        return next((norm for norm, out in outputs.items() if out.data_ptr() == last.data_ptr()), None)
 
     def coupling(self, layer: int) -> Coupling | None:
         module = self.layers[layer].module
