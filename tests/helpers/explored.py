@@ -35,6 +35,16 @@ def small_model(coupling: str = "none", name: str = "small", **attention: object
     return DecoderModel(name, small_decoder(coupling, **attention), ByteTokenizer())
 
 
+def small_classifier() -> DecoderModel:
+    """Return a classifier of the qkflow architecture with two classes."""
+    from qkflow import hf
+    from qkflow.explore.decoder_classifier import DecoderClassifierModel
+
+    torch.manual_seed(0)
+    config = hf.QKFlowConfig(vocab_size=257, n_layers=2, dim=32, n_heads=4, num_labels=2, pad_token_id=256)
+    return DecoderClassifierModel("judge", hf.QKFlowForSequenceClassification(config), ByteTokenizer())
+
+
 def save_small_model(folder: Path, coupling: str = "none", seed: int = 0) -> Path:
     decoder = small_decoder(coupling, seed)
     weights = pretrained.full_state_dict(decoder)

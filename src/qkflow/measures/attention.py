@@ -113,8 +113,10 @@ def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
 
 def entropy_and_sink_mass(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return both measures (…, H) of weights (…, H, T, T)."""
-    share = weights.abs()
-    share = share / share.sum(dim=-1, keepdim=True)
+    share = weights
+    if bool((weights < 0).any()):
+        share = weights.abs()
+        share = share / share.sum(dim=-1, keepdim=True)
     entropy = torch.special.entr(share).sum(dim=-1).mean(dim=-1)
     sink = share[..., 1:, 0].mean(dim=-1) if share.shape[-2] > 1 else share[..., 0].mean(dim=-1)
     return entropy, sink

@@ -38,7 +38,7 @@ def induction_score(weights: Tensor, ids: Tensor) -> Tensor:
     targets = torch.zeros(len(ids), len(ids), dtype=torch.bool, device=ids.device)
     targets[:, 1:] = (ids[:, None] == ids)[:, :-1].tril(-2)  # s + 1 for an earlier s with the same token
     repeated = targets.any(dim=-1)
-    return (weights * targets).sum(dim=-1)[..., repeated].mean(dim=-1)
+    return (weights[..., repeated, :] * targets[repeated]).sum(dim=-1).mean(dim=-1)
 
 
 def previous_token_score(weights: Tensor) -> Tensor:
