@@ -354,31 +354,31 @@ def test_keyboard_alone(watched: Watched) -> None:
 
 
 def test_rationale_of_a_classifier(browser: Any) -> None:
-    with serve_locally(build_app(Explorer([small_classifier()], TEXT))) as site:
-        with open_page(browser, site.origin) as watched:
-            page = watched.page
-            page.goto(site.url)
-            wait(page)
-            assert "class" in page.inner_text("#effect")
-            assert page.is_hidden("#tab-predictions")
-            page.click("#tab-rationale")
-            page.wait_for_selector(PANEL_DONE.format("rationale"))
-            first = page.inner_text("#rationale")
-            assert "comprehensiveness" in first
-            assert "mark the evidence" in first
-            page.check("#marking")
-            page.click("#tokens button >> nth=3")
-            page.wait_for_selector("#tokens button.marked")
-            page.wait_for_selector("#rationale >> text=mark the evidence", state="detached")
-            page.fill("#percent", "60")
-            page.press("#percent", "Enter")
-            page.wait_for_selector(PANEL_DONE.format("rationale"))
-            page.select_option("#method", "gradient")
-            page.wait_for_selector(PANEL_DONE.format("rationale"))
-            assert page.inner_text("#rationale") != first
-            assert {"marked=3", "percent=60", "method=gradient"} <= set(hash_of(page)[1:].split("&"))
-            assert not accessibility_violations(page)
-            watched.check()
+    app = build_app(Explorer([small_classifier()], TEXT))
+    with serve_locally(app) as site, open_page(browser, site.origin) as watched:
+        page = watched.page
+        page.goto(site.url)
+        wait(page)
+        assert "class" in page.inner_text("#effect")
+        assert page.is_hidden("#tab-predictions")
+        page.click("#tab-rationale")
+        page.wait_for_selector(PANEL_DONE.format("rationale"))
+        first = page.inner_text("#rationale")
+        assert "comprehensiveness" in first
+        assert "mark the evidence" in first
+        page.check("#marking")
+        page.click("#tokens button >> nth=3")
+        page.wait_for_selector("#tokens button.marked")
+        page.wait_for_selector("#rationale >> text=mark the evidence", state="detached")
+        page.fill("#percent", "60")
+        page.press("#percent", "Enter")
+        page.wait_for_selector(PANEL_DONE.format("rationale"))
+        page.select_option("#method", "gradient")
+        page.wait_for_selector(PANEL_DONE.format("rationale"))
+        assert page.inner_text("#rationale") != first
+        assert {"marked=3", "percent=60", "method=gradient"} <= set(hash_of(page)[1:].split("&"))
+        assert not accessibility_violations(page)
+        watched.check()
 
 
 def test_phone_width(browser: Any, site: LocalSite) -> None:
