@@ -11,6 +11,9 @@ medians over `rounds`:
     hover    from the pointer event on a token to the frame that shows its attention
     head     from the click on another head to the frame that shows it
     memory   resident memory of the page's process after all of it
+
+On a busy machine look at the CPU times, which depend less on other processes: `view_cpu_s` of the server for
+one text (all threads together), `hover_cpu_ms` and `head_cpu_ms` of the page's main thread.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def measure(folder: Path, tokens: int, rounds: int, threads: int) -> dict[str, A
         lines = iter(server.stdout.readline, "")
         url = json_module.loads("".join(_until_brace(lines)))["url"]
         start_seconds = time.perf_counter() - started
-        return {"start_s": round(start_seconds, 2), **drive(url, text, rounds)}
+        return {"start_s": round(start_seconds, 2), **drive(url, text, rounds, server.pid)}
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(20)
@@ -99,7 +102,7 @@ def _until_brace(lines: Any) -> Any:
             return
 
 
-def drive(url: str, text: str, rounds: int) -> dict[str, Any]:
+def drive(url: str, text: str, rounds: int, server_pid: int) -> dict[str, Any]:
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -125,16 +128,23 @@ def drive(url: str, text: str, rounds: int) -> dict[str, Any]:
             page.goto(f"{url}#text={index}{text[1:].replace(' ', '+')}")
             page.wait_for_selector(READY, timeout=60_000)
             opened.append(time.perf_counter() - begin)
+        cpu_before = cpu_seconds(server_pid)
         for index in range(rounds):
             page.fill("#text", f"{index}x{text[2:]}")
             begin = time.perf_counter()
             page.click("#run")
             page.wait_for_selector(READY, timeout=60_000)
             changed.append(time.perf_counter() - begin)
+        view_cpu = (cpu_seconds(server_pid) - cpu_before) / rounds
         page.wait_for_timeout(1500)
         count = page.locator("#tokens button").count()
+        session = context.new_cdp_session(page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        marks = [main_thread_seconds(session)]
         hovers = [page.evaluate(HOVER, index) for index in range(1, count, max(1, count // 20))]
+        marks.append(main_thread_seconds(session))
         switches = [page.evaluate(SWITCH, index) for index in range(1, 60, 3)]
+        marks.append(main_thread_seconds(session))
         memory = renderer_memory(profile)
         context.close()
     return {
@@ -145,9 +155,24 @@ def drive(url: str, text: str, rounds: int) -> dict[str, Any]:
         "hover_max_ms": round(max(hovers), 1),
         "head_ms": round(statistics.median(switches), 1),
         "head_max_ms": round(max(switches), 1),
+        "view_cpu_s": round(view_cpu, 2),
+        "hover_cpu_ms": round(1000 * (marks[1] - marks[0]) / len(hovers), 1),
+        "head_cpu_ms": round(1000 * (marks[2] - marks[1]) / len(switches), 1),
         "payload_mb": round(max(sizes) / 1e6, 2),
         "memory_mb": round(memory / 1e6),
     }
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process so far, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main_thread_seconds(session: Any) -> float:
+    """Return the CPU time of all tasks of the page's main thread so far."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(float(metric["value"]) for metric in metrics if metric["name"] == "TaskDuration")
 
 
 def renderer_memory(profile: str) -> int:
