@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "generate": ("generate", "generate", "generate text with a trained model"),
     "probe": ("probe", "probe", "measure and draw the attention of a trained model"),
+    "explore": ("explore", "explore", "look into one or two models in the browser"),
     "bench": ("bench", "bench", "time and memory of each coupling and scoring beside standard attention"),
     "data list": ("data", "list_corpora", "list the built-in corpora"),
     "data describe": ("data", "describe", "statistics of a corpus: size, entropy, repetition"),

@@ -58,7 +58,7 @@ def load_model_and_tokenizer(
         model = to_transformers(decoder, **pretrained.transformers_config(source))
         tokenizer = to_fast_tokenizer(decoder_tokenizer)
     else:
-        model, tokenizer = _load_transformers(str(source))
+        model, tokenizer = load_transformers(str(source))
     if coupling is not None:
         load_adapter(model, coupling)
     return model.eval(), tokenizer
@@ -84,9 +84,9 @@ def export_model(source: str | Path, out: str | Path, *, to: ExportFormat = "qkf
 def import_model(source: str | Path, out: str | Path) -> nn.Module:
     """Write a `transformers` model (qkflow architecture or Llama) as a folder that qkflow commands read."""
     _check_new_folder(Path(out))
-    model, fast_tokenizer = _load_transformers(str(source))
+    model, fast_tokenizer = load_transformers(str(source))
     decoder = from_transformers(model)
-    tokenizer = _from_fast_tokenizer(fast_tokenizer)
+    tokenizer = from_fast_tokenizer(fast_tokenizer)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise InputError(
             f"the tokenizer of '{source}' has {tokenizer.vocab_size} tokens, the model only "
@@ -142,7 +142,7 @@ def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _from_fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+def from_fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     if len(tokenizer) == ByteTokenizer.vocab_size and tokenizer.encode("é") == list("é".encode()):
         return ByteTokenizer()
     added = tokenizer.encode("")  # the template of its post-processor
@@ -159,14 +159,17 @@ def check_source_exists(source: str) -> None:
         check_hub_reachable(f"'{source}', which is no folder here,", "the path of its folder")
 
 
-def _load_transformers(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def load_transformers(
+    source: str, auto_class: Any = AutoModelForCausalLM, purpose: str = "as a causal model"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Load a model with one of the Auto classes, and its tokenizer. Pickled weights are refused."""
     check_source_exists(source)
     _check_no_pickles(Path(source))
     with _silence_load_report():
         model, loading_info = _from_pretrained(
-            AutoModelForCausalLM,
+            auto_class,
             source,
-            "as a causal model",
+            purpose,
             "check its files, config.json first, or save it again with save_pretrained",
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # listed in loading_info and refused below

@@ -102,10 +102,7 @@ def capture_attention_inputs(model: nn.Module) -> Iterator[dict[Attention, Tenso
 def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
     _, weights = layer.reference(x)
     weights = weights.float()
-    share = weights.abs()
-    share = share / share.sum(dim=-1, keepdim=True)
-    entropy = torch.special.entr(share).sum(dim=-1).mean(dim=-1)  # (B, H)
-    sink = share[..., 1:, 0].mean(dim=-1) if share.shape[-2] > 1 else share[..., 0].mean(dim=-1)
+    entropy, sink = entropy_and_sink_mass(weights)  # (B, H)
     sigma = torch.linalg.svdvals(weights)
     gap = 1 - sigma[..., 1] / sigma[..., 0] if sigma.shape[-1] > 1 else torch.ones_like(entropy)
     rank = torch.special.entr(sigma / sigma.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
@@ -118,6 +115,17 @@ def _probe_layer(layer: Attention, x: Tensor, keep_weights: bool) -> LayerProbe:
         diagnostics={name: value.tolist() for name, value in layer.coupling.diagnostics().items()},
         weights=weights[0].cpu() if keep_weights else None,
     )
+
+
+def entropy_and_sink_mass(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both measures (…, H) of weights (…, H, T, T)."""
+    share = weights
+    if bool((weights < 0).any()):
+        share = weights.abs()
+        share = share / share.sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(share).sum(dim=-1).mean(dim=-1)
+    sink = share[..., 1:, 0].mean(dim=-1) if share.shape[-2] > 1 else share[..., 0].mean(dim=-1)
+    return entropy, sink
 
 
 def _max_logits(layer: Attention, x: Tensor) -> list[float]:

@@ -1,37 +1,20 @@
-"""Attention maps of a probe as one self-contained file: an interactive HTML page or a PNG."""
+"""Attention maps of a probe as a PNG. `qkflow.explore.offline` writes the interactive page."""
 
 from __future__ import annotations
 
-import base64
 import struct
 import zlib
-from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 import numpy as np
 
 from qkflow import files
-from qkflow.errors import InputError
-from qkflow.html import json_for_script
 from qkflow.measures.attention import LayerProbe
 
-MapWriter = Callable[[Path, list[LayerProbe], list[str]], None]
-END_LABEL = "[end]"  # of an end-of-document token
 GAP_PIXELS = 4  # between the maps of a PNG
 
 
-def get_map_writer(path: Path) -> MapWriter:
-    """Return the writer for the suffix of `path`."""
-    writers: dict[str, MapWriter] = {".html": write_html, ".png": write_png}
-    if path.suffix.lower() not in writers:
-        raise InputError(
-            f"attention maps are written as .html or .png, not '{path.name}'", code="unknown-map-format"
-        )
-    return writers[path.suffix.lower()]
-
-
-def write_png(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
+def write_png(path: Path, layers: list[LayerProbe]) -> None:
     """Write a grid of maps: one row per layer, one column per head."""
     files.write_atomic(path, draw_png(layers))
 
@@ -66,31 +49,6 @@ def encode_png(image: np.ndarray) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + chunks
-
-
-def write_html(path: Path, layers: list[LayerProbe], labels: list[str]) -> None:
-    """Write a page with the map and measures of every head; a click enlarges a map."""
-    cells = [
-        {
-            "name": f"layer {layer_idx}, head {head}",
-            "levels": base64.b64encode(levels.tobytes()).decode(),
-            "max": float(_max_weights(layer)[head]),
-            "measures": ", ".join(
-                f"{name.replace('_', ' ')} {layer.head_value(name, head):.2f}" for name in layer.to_dict()
-            ),
-        }
-        for layer_idx, layer in enumerate(layers)
-        for head, levels in enumerate(_to_uint8(layer))
-    ]
-    data = {
-        "labels": labels,
-        "n_heads": len(_to_uint8(layers[0])),
-        "cells": cells,
-        "colormap": _colormap().tolist(),
-    }
-    title = escape("Attention: " + "".join(label for label in labels if label != END_LABEL)[:80])
-    page = Path(__file__).with_name("maps.html").read_text("utf-8")
-    files.write_atomic(path, page.replace("{{title}}", title).replace("{{data}}", json_for_script(data)))
 
 
 def _to_uint8(layer: LayerProbe) -> np.ndarray:

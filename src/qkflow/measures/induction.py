@@ -29,6 +29,23 @@ def repeated_sequences(vocab_size: int, sequences: int = SEQUENCES, half_length:
     return torch.cat((half, half), dim=1)
 
 
+def induction_score(weights: Tensor, ids: Tensor) -> Tensor:
+    """Return the induction score (…, H) of weights (…, H, T, T) on any text of token ids (T,).
+
+    The weight from a token to those that followed its earlier occurrences, the mean over tokens that have
+    one; NaN if no token occurs twice. On distinct tokens that are repeated this is `induction`.
+    """
+    targets = torch.zeros(len(ids), len(ids), dtype=torch.bool, device=ids.device)
+    targets[:, 1:] = (ids[:, None] == ids)[:, :-1].tril(-2)  # s + 1 for an earlier s with the same token
+    repeated = targets.any(dim=-1)
+    return (weights[..., repeated, :] * targets[repeated]).sum(dim=-1).mean(dim=-1)
+
+
+def previous_token_score(weights: Tensor) -> Tensor:
+    """Return the mean weight (…, H) from a token to the one before it, of weights (…, H, T, T)."""
+    return weights.diagonal(-1, dim1=-2, dim2=-1).mean(dim=-1)
+
+
 @torch.no_grad()
 def head_scores(model: Decoder, ids: Tensor) -> dict[str, list[list[float]]]:
     """Return `induction` and `previous_token` of every head, by layer, on repeated sequences (B, 2L)."""
@@ -41,7 +58,7 @@ def head_scores(model: Decoder, ids: Tensor) -> dict[str, list[list[float]]]:
             weights = layer.reference(x)[1].float().mean(dim=0)  # (H, T, T)
             after_first = weights.diagonal(1 - half, dim1=-2, dim2=-1)[..., 1:]  # (L + i, i + 1) from i = 1
             scores["induction"].append(after_first.mean(dim=-1).tolist())
-            scores["previous_token"].append(weights.diagonal(-1, dim1=-2, dim2=-1).mean(dim=-1).tolist())
+            scores["previous_token"].append(previous_token_score(weights).tolist())
     return scores
 
 

@@ -43,13 +43,15 @@ def probe(
         data: corpus to measure on instead: windows of its validation split.
         windows: number of windows, with --data.
         seq_len: tokens per window, with --data.
-        out: write the attention maps of the first window, as .html (interactive) or .png.
+        out: write the attention of the first window: .html (the explorer, offline) or .png (maps).
         device: auto, cpu, cuda or mps.
         threads: CPU threads (default: all cores).
         json: print one JSON object instead of a table.
     """
     import torch
 
+    from qkflow.explore import offline
+    from qkflow.explore.decoder_model import DecoderModel
     from qkflow.measures import attention, attention_maps
     from qkflow.system import resolve_device
     from qkflow.training.pretrained import load_model
@@ -58,19 +60,24 @@ def probe(
     if (text is None) == (data is None):
         raise InputError("set either --text or --data", code="text-or-data")
     check_utf8("--text", text or "")
-    write_maps = None if out is None else attention_maps.get_map_writer(out)
+    if out is not None and out.suffix.lower() not in (".html", ".png"):
+        raise InputError(
+            f"attention maps are written as .html or .png, not '{out.name}'", code="unknown-map-format"
+        )
     configure_process(threads)
     decoder, tokenizer = load_model(model, device=resolve_device(device))
     if text is not None:
         ids = torch.tensor([tokenizer.encode_with_bos(text)])
     else:
         ids = _validation_windows(model, str(data), windows, seq_len)
-    layers = attention.probe_attention(
-        decoder, ids.to(decoder.embedding.weight.device), keep_weights=out is not None
-    )
-    if write_maps is not None and out is not None:
-        labels = [tokenizer.decode([token]) or attention_maps.END_LABEL for token in ids[0].tolist()]
-        write_maps(out, layers, labels)
+    is_png = out is not None and out.suffix.lower() == ".png"
+    layers = attention.probe_attention(decoder, ids.to(decoder.embedding.weight.device), keep_weights=is_png)
+    if out is not None and is_png:
+        attention_maps.write_png(out, layers)
+    elif out is not None:
+        explored = DecoderModel(model.resolve().name, decoder, tokenizer)
+        window = ids[0].tolist()
+        offline.write_page(out, [explored], [explored.capture_ids(window)], tokenizer.decode(window))
     if json:
         rows = [layer.to_dict() for layer in layers]
         console.emit_json({"model": str(model), "layers": rows, "out": None if out is None else str(out)})
