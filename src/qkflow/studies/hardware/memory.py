@@ -125,10 +125,7 @@ def largest_batch(model: MemoryModel, units: UnitSizes, layout: Layout, usable_b
     def fits(batch_size: int) -> bool:
         return device_memory(model, units, batch_size, layout).peak <= usable_bytes
 
-    first = model.first_extrapolated_batch
-    if not fits(first):
-        return next((size for size in range(first - 1, 0, -1) if fits(size)), 0)
-    low, high = first, 2 * first
+    low, high = 0, model.first_extrapolated_batch
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
