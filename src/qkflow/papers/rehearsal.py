@@ -54,9 +54,9 @@ def rehearse_recipe(
         config = recipe.config(scale, stage, **overrides)
         assert isinstance(config, ComparisonConfig)
         layouts[stage] = [
-            checkpoint_layout(model, rank, hardware.layout().shards)
+            checkpoint_layout(model, rank, hardware.layout().shard_count)
             for model in trained_models(build_grid(config))
-            for rank in sorted({0, hardware.layout().shards - 1})
+            for rank in sorted({0, hardware.layout().shard_count - 1})
         ]
     return layouts
 
@@ -67,13 +67,13 @@ def checkpoint_layout(model: TrainedModel, rank: int, world_size: int) -> Checkp
         decoder = Decoder(model.config, device="meta")
         stepper = Stepper(decoder, model.train, None, context, total_steps=1)  # type: ignore[arg-type]
         state = stepper.state_dict()
-        shards = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in state.items()}
+        local = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in state.items()}
     return CheckpointLayout(
         model.name,
         world_size,
         rank,
-        {name: tuple(shard.shape) for name, shard in shards.items()},
-        sum(shard.numel() * shard.element_size() for shard in shards.values()),
+        {name: tuple(shard.shape) for name, shard in local.items()},
+        sum(shard.numel() * shard.element_size() for shard in local.values()),
         sum(tensor.numel() * tensor.element_size() for tensor in state.values()),
     )
 

@@ -52,10 +52,10 @@ def reproduce(
     the papers do not publish (budgets, learning rates) is assumed, and listed with the recipe. A recipe of
     your own is a YAML file: pass its path.
 
-    --plan prints memory, hours and cost on the --hardware, and trains nothing. --device meta builds and
-    shards every model without storage, and prints the layout of its checkpoints. The options of a comparison
-    (--data, --tokens, --seeds, …) replace those of the recipe; --tokens is that of the first stage. The same
-    command resumes an interrupted study.
+    --plan prints memory, hours and cost on the --hardware, and trains nothing. --device meta builds every
+    model without storage, sharded as on many devices, and prints the layout of its checkpoints. The options
+    of a comparison (--data, --tokens, --seeds, …) replace those of the recipe; --tokens is that of the first
+    stage. The same command resumes an interrupted study.
 
     examples:
       qkflow reproduce

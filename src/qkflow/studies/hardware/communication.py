@@ -68,7 +68,7 @@ def _collectives(
     units: UnitSizes, layout: Layout, device: Device, network_bandwidth: float
 ) -> tuple[float, float, float]:
     """Return the seconds of communication in forward and backward pass, and the bytes sent."""
-    shards, replicas = layout.shards, layout.world_size // layout.shards
+    shard_count, replicas = layout.shard_count, layout.world_size // layout.shard_count
     n_units = units.n_blocks + 1
     total, blocks = BYTES * units.total, BYTES * units.block * units.n_blocks
 
@@ -77,15 +77,15 @@ def _collectives(
         return sent / (BUS_EFFICIENCY * bandwidth) + n_units * LATENCY * math.log2(n_devices)
 
     forward = backward = sent = 0.0
-    if shards > 1:
-        crosses = shards > layout.devices_per_node
-        ring = (shards - 1) / shards
-        forward += seconds(ring * total, shards, crosses)
-        backward += seconds(ring * blocks, shards, crosses) + seconds(ring * total, shards, crosses)
+    if shard_count > 1:
+        crosses = shard_count > layout.devices_per_node
+        ring = (shard_count - 1) / shard_count
+        forward += seconds(ring * total, shard_count, crosses)
+        backward += seconds(ring * blocks, shard_count, crosses) + seconds(ring * total, shard_count, crosses)
         sent += ring * (2 * total + blocks)
     if replicas > 1:
         crosses = layout.world_size > layout.devices_per_node
-        volume = 2 * (replicas - 1) / replicas * total / shards
+        volume = 2 * (replicas - 1) / replicas * total / shard_count
         backward += seconds(volume, replicas, crosses)
         sent += volume
     return forward, backward, sent

@@ -50,7 +50,7 @@ class Layout:
             raise InputError(
                 f"--world-size must be at least 1, not {self.world_size}", code="invalid-world-size"
             )
-        if self.parallel == "hsdp" and self.world_size % self.shards:
+        if self.parallel == "hsdp" and self.world_size % self.shard_count:
             raise InputError(
                 f"hsdp needs whole nodes: --world-size {self.world_size} is not a multiple of "
                 f"{self.devices_per_node}",
@@ -58,7 +58,7 @@ class Layout:
             )
 
     @property
-    def shards(self) -> int:
+    def shard_count(self) -> int:
         """The number of devices that one copy of the model is sharded over."""
         if self.parallel == "ddp":
             return 1
@@ -91,7 +91,7 @@ class UnitSizes:
 
 def device_memory(model: MemoryModel, units: UnitSizes, batch_size: int, layout: Layout) -> DeviceMemory:
     """Return the memory of one device on `batch_size` windows of its own."""
-    step, shards = model.at(batch_size), layout.shards
+    step, shard_count = model.at(batch_size), layout.shard_count
     if layout.world_size == 1:
         return DeviceMemory(
             step.weights,
@@ -103,10 +103,10 @@ def device_memory(model: MemoryModel, units: UnitSizes, batch_size: int, layout:
             step.peak,
         )
     weights, gradients, optimizer = (
-        -(-size // shards) for size in (step.weights, step.gradients, step.optimizer)
+        -(-size // shard_count) for size in (step.weights, step.gradients, step.optimizer)
     )
     gathered = 0
-    if shards > 1:
+    if shard_count > 1:
         gathered = 4 * (units.root + GATHERED_BLOCKS * units.block + units.root + units.block)
     return DeviceMemory(
         weights,
@@ -125,10 +125,7 @@ def largest_batch(model: MemoryModel, units: UnitSizes, layout: Layout, usable_b
     def fits(batch_size: int) -> bool:
         return device_memory(model, units, batch_size, layout).peak <= usable_bytes
 
-    first = model.first_extrapolated_batch
-    if not fits(first):
-        return next((size for size in range(first - 1, 0, -1) if fits(size)), 0)
-    low, high = first, 2 * first
+    low, high = 0, model.first_extrapolated_batch
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
