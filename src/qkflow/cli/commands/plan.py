@@ -13,7 +13,7 @@ from qkflow.studies import ComparisonConfig
 from qkflow.studies.hardware.config import HardwareConfig
 from qkflow.studies.hardware.devices import DEVICES
 from qkflow.studies.hardware.plan import StudyCostPlan, plan_comparison
-from qkflow.studies.hardware.scaling import DEVICE_COUNTS, ScalingResult, simulate_scaling
+from qkflow.studies.hardware.scaling import DEVICE_COUNTS, ScalingPoint, ScalingResult, simulate_scaling
 
 _KINDS = {
     "weights": "weights",
@@ -153,7 +153,7 @@ def devices(markdown: bool = False, json: bool = False) -> int:
         console.emit_json({"devices": [asdict(device) for device in DEVICES.values()]})
         return 0
     headings = ("--hardware", "device", "bf16 TFLOP/s", "fp32", "memory GB", "TB/s", "link GB/s", "source")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"`{device.name}`" if markdown else device.name,
             device.title,
@@ -221,7 +221,7 @@ def print_scaling(simulated: ScalingResult) -> None:
     title = f"{simulated.model}: share of a step that is computation; MB sent per device ({batch})"
     table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("devices", justify="right")
-    by_mode = {point.parallel: {} for point in simulated.scaling}
+    by_mode: dict[str, dict[int, ScalingPoint]] = {point.parallel: {} for point in simulated.scaling}
     for point in simulated.scaling:
         by_mode[point.parallel][point.devices] = point
     for mode in by_mode:
