@@ -139,7 +139,7 @@ def test_scaling_to_4096_devices() -> None:
         (["--utilization", "1.5"], "invalid-utilization"),
         (["--usd-per-hour", "-1"], "not-positive"),
         (["--parallel", "pipeline"], "unknown-parallel"),
-        (["--variants", "eular"], "unknown-component"),
+        (["--variants", "eular"], "unknown-variant"),
     ],
 )
 def test_bad_input_is_one_sentence(options: list[str], code: str) -> None:

@@ -153,7 +153,7 @@ def devices(markdown: bool = False, json: bool = False) -> int:
         console.emit_json({"devices": [asdict(device) for device in DEVICES.values()]})
         return 0
     headings = ("--hardware", "device", "bf16 TFLOP/s", "fp32", "memory GB", "TB/s", "link GB/s", "source")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"`{device.name}`" if markdown else device.name,
             device.title,
