@@ -48,7 +48,7 @@ def test_quantize_of_zero_weights() -> None:
     assert largest == [0]
 
 
-def test_ablation_equals_zeroing_the_head_by_hand() -> None:
+def test_ablation_equals_zeroed_output_weights() -> None:
     model = small_model("euler")
     before, after = model.capture(TEXT), model.capture(TEXT, frozenset({(0, 1), (1, 3)}))
     assert after.final is not None
@@ -57,11 +57,11 @@ def test_ablation_equals_zeroing_the_head_by_hand() -> None:
         size = attention.head_shapes.out_head_dim
         with torch.no_grad():
             attention.ov.o.weight[:, head * size : (head + 1) * size] = 0  # type: ignore[union-attr]
-    by_hand = model.capture(TEXT)
-    torch.testing.assert_close(after.final, by_hand.final)
-    torch.testing.assert_close(after.losses, by_hand.losses)
+    zeroed = model.capture(TEXT)
+    torch.testing.assert_close(after.final, zeroed.final)
+    torch.testing.assert_close(after.losses, zeroed.losses)
     assert after.loss != before.loss
-    assert after.levels[1].equal(by_hand.levels[1])
+    assert after.levels[1].equal(zeroed.levels[1])
 
 
 def test_ablation_does_not_outlive_the_request() -> None:

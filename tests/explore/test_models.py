@@ -63,7 +63,7 @@ def test_transformers_model(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "projection"), [("llama", "self_attn.o_proj"), ("gpt2", "attn.c_proj")])
-def test_ablation_in_transformers_equals_zeroing_by_hand(
+def test_ablation_in_transformers_equals_zeroed_output_weights(
     tmp_path: Path, family: str, projection: str
 ) -> None:
     model: Any = open_model(save_family(tmp_path / family, family))
@@ -77,7 +77,7 @@ def test_ablation_in_transformers_equals_zeroing_by_hand(
     assert capture.loss != open_model(tmp_path / family).capture(TEXT).loss
 
 
-def test_ablation_in_bert_equals_zeroing_by_hand(tmp_path: Path) -> None:
+def test_ablation_in_bert_equals_zeroed_output_weights(tmp_path: Path) -> None:
     model: Any = open_model(save_bert_classifier(tmp_path / "bert"))
     before, capture = model.capture(TEXT), model.capture(TEXT, frozenset({(0, 1)}))
     with torch.no_grad():

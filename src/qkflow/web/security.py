@@ -21,6 +21,7 @@ stop when `site.stopping.is_set()`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import socket
 import threading
@@ -180,6 +181,11 @@ def serve(
         timeout_graceful_shutdown=2,
     )
     server = _Server(config, site.stopping)
+
+    def is_running(record: logging.LogRecord) -> bool:  # requests that Ctrl-C cancels are no errors
+        return not site.stopping.is_set()
+
+    logging.getLogger("uvicorn.error").addFilter(is_running)
     threading.Thread(target=_stop_when_set, args=(site.stopping, server), daemon=True).start()
     if open_browser:  # the socket is bound: the page waits until the server runs
         threading.Thread(target=webbrowser.open, args=(site.url,), daemon=True).start()
@@ -191,6 +197,7 @@ def serve(
     finally:
         site.stopping.set()
         site.socket.close()
+        logging.getLogger("uvicorn.error").removeFilter(is_running)
 
 
 class _Server(uvicorn.Server):
