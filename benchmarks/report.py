@@ -3,8 +3,8 @@
 The study has made-up runs: 12 arms, 2 inits, 5 seeds, 25 evaluations and probes of 12 layers.
 
     text    from the request of the page to its first paint
-    drawn   to the last figure in view
-    busy    CPU time of the page until then, which does not depend on what else runs on the machine
+    drawn   to the last figure in view; the cards of 12 arms may fill the view, and then no figure is in it
+    busy    CPU time of the main thread of the page until then
     all     to the last figure of the page
 
 The first page is left out: it starts processes of the browser.

@@ -41,7 +41,7 @@ def test_drawn_accessible_and_fits_a_phone(chromium: Browser, pages: dict[str, s
         # figures have the text color of the page; axe looks at their hundreds of labels on one page alone
         assert axe_violations(page, "" if name == "figures" else ".plot svg") == []
         page.set_viewport_size(PHONE)  # type: ignore[arg-type]
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
+        page.wait_for_function(f"() => document.documentElement.scrollWidth <= {PHONE['width']}")
 
 
 def test_dark_mode(chromium: Browser, pages: dict[str, str]) -> None:

@@ -79,7 +79,7 @@ def test_page_follows_the_study(chromium: Browser, live: Live) -> None:
         assert page.locator("#run-count").inner_text() == "6 of 30 runs"
         assert page.locator("#runs th[aria-sort='ascending']").inner_text().startswith("seed")
         page.set_viewport_size(PHONE)  # type: ignore[arg-type]
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
+        page.wait_for_function(f"() => document.documentElement.scrollWidth <= {PHONE['width']}")
 
         live.watcher.end()
         page.wait_for_selector("html[data-ended]")

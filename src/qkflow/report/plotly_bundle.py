@@ -1,8 +1,8 @@
 """plotly.js as pages embed it: compressed, and without starting the kinds of traces that no figure uses.
 
 The bundle of the `plotly` package starts all kinds of traces when it is loaded, maps and 3D included, which
-takes two thirds of its load time. Scatter traces are part of its core; of the others, pages use heatmaps. If
-another version of the bundle is laid out differently, it is embedded as it is.
+takes a third to two thirds of its load time. Scatter traces are part of its core; of the others, pages use
+heatmaps. If another version of the bundle is laid out differently, it is embedded as it is.
 """
 
 from __future__ import annotations
