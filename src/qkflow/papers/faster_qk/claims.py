@@ -72,12 +72,12 @@ def _study(task: str, measures: tuple[str, ...], expects: str) -> Output:
         return f"{task}, r = {output['rows'][-1]['ratio']}: " + "; ".join(parts)
 
     def supports(output: Any) -> bool | None:
-        found = {after["verdict"] for _, _, after in verdicts(output)}
+        results = {after["verdict"] for _, _, after in verdicts(output)}
         if expects == "no change":
-            return False if "lowers" in found else None if "raises" in found else True
-        if "lowers" in found:
+            return False if "lowers" in results else None if "raises" in results else True
+        if "lowers" in results:
             return False
-        return True if found == {"raises"} else None
+        return True if results == {"raises"} else None
 
     return Output(
         f"pace-{task}", f"qkflow pace study {task} --seeds 5", f"{task}, small model", text, supports, 5
