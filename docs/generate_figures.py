@@ -20,7 +20,6 @@ GROUPS: dict[str, dict[str, str]] = {
     "AdamW": {
         "standard, init fan_in": arms.WEAK_REFERENCE,
         "+ euler coupling": arms.WEAK_EULER,
-        "+ uncoupled networks": arms.WEAK_UNCOUPLED,
         "+ symmetric init": arms.WEAK_SYMMETRIC,
         "standard, init modern": arms.ADAMW_MODERN,
     },

@@ -132,10 +132,11 @@ class Output:
     """A statement about the stored JSON output of a command.
 
     text, supports   functions of the output
+    command          that repeats it; None: as stored in the output
     """
 
     name: str
-    command: str
+    command: str | None
     scale: str
     text: Callable[[Any], str]
     supports: Callable[[Any], bool | None]
@@ -143,7 +144,8 @@ class Output:
 
     def read(self, results: Results) -> Finding:
         output = results.output(self.name)
-        return Finding(self.text(output), self.scale, self.seeds, self.supports(output), self.command)
+        command = self.command or str(output["command"])
+        return Finding(self.text(output), self.scale, self.seeds, self.supports(output), command)
 
 
 @dataclass(frozen=True)
