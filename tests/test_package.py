@@ -47,7 +47,7 @@ def test_help_lists_every_command_without_torch() -> None:
 
 
 def test_a_group_of_commands_has_help_too(capsys: pytest.CaptureFixture[str]) -> None:
-    groups = {name.partition(" ")[0] for name in COMMANDS if " " in name}
+    groups = {name.partition(" ")[0] for name in COMMANDS if " " in name} - COMMANDS.keys()
     for group in groups:
         assert cli.dispatch([group, "--help"]) == 0
         said = capsys.readouterr().out

@@ -108,4 +108,4 @@ def test_help_describes_every_flag(name: str, flags: set[str], capsys: pytest.Ca
     assert f"qkflow {name} " in text.split("examples:")[1]
     for flag in flags:
         shown = "no-verdict" if flag == "verdict" else flag.replace("_", "-")
-        assert re.search(rf"--{shown}[ ,].*\w", text), flag
+        assert re.search(rf"--{shown}[ ,].*(\w|\n[│\s]+\w)", text), flag

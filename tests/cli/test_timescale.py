@@ -33,7 +33,7 @@ def test_generator_file_json_and_offline_page(tmp_path: Path, capsys: pytest.Cap
     assert result["kl"]["steps"][-1] == 60
     assert result["kl"]["mean"][-1] < result["kl"]["mean"][0]
     text = page.read_text()
-    assert text.count('class="plotly-graph-div"') == 5
+    assert text.count('class="plot"') == 5
     assert "<script src" not in text
     assert "rates&lt;1&gt;.json" in text
     assert [path.name for path in page.parent.iterdir()] == ["theory.html"]

@@ -79,7 +79,7 @@ def test_incomplete_study_prints_failures_and_returns_1(
         (["compare", "--seeds", "1"], "too-few-seeds"),
         (["compare", "--variants", "standard,leapfrg:n=7"], "unknown-variant"),
         (["compare", "--starts", "gpt2"], "renamed-flag"),
-        (["reproduce", "fastslow"], "unknown-study"),
+        (["reproduce", "fastslow"], "unknown-recipe"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], code: str) -> None:
