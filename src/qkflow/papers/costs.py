@@ -36,4 +36,8 @@ def _describe_cost(name: str) -> str:
     hours = sum(flops / (device.utilization * peak) for _, flops, peak in counts) / 3600
     runs, flops = sum(each[0] for each in counts), sum(each[1] for each in counts)
     speed = f"one {device.name.upper()} at {device.utilization:.0%} of its peak"
-    return f"{command}: {runs} runs, {flops:.1e} FLOPs, about {hours:,.0f} hours of {speed}"
+    return f"{command}: {runs} runs, {flops:.1e} FLOPs, about {_round_hours(hours)} hours of {speed}"
+
+
+def _round_hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 1 else f"{hours:.1g}"

@@ -43,7 +43,7 @@ def main_findings(results: Results) -> list[MainFinding]:
             f"{_change(study, ADAMW_MODERN)}.",
         ),
         MainFinding(
-            "A slow path does not pay for language modeling at this size.",
+            "A slow path shows no gain for language modeling at this size.",
             f"It changes perplexity by {_change(slow, f'slow{MUON}@modern')} ({describe_scale(slow)}).",
         ),
     ]
