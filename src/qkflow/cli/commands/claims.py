@@ -81,9 +81,10 @@ def _print(name: str, rows: list[LedgerRow]) -> None:
             console.out.print(f"  to settle: {row.claim.to_settle}", markup=False, highlight=False)
 
 
-def _finding(finding: Finding) -> str:
+def _finding(finding: Finding, suffix: str = "") -> str:
+    # parentheses: brackets would be a link in Markdown
     seeds = f", {finding.seeds} seeds" if finding.seeds else ""
-    return f"{finding.text} [{finding.scale}{seeds}]"
+    return f"{finding.text} ({finding.scale}{seeds}{suffix})"
 
 
 def _markdown(rows: list[LedgerRow]) -> str:
@@ -95,7 +96,7 @@ def _markdown(rows: list[LedgerRow]) -> str:
             if finding.command not in commands:
                 commands.append(finding.command)
         ours = "<br>".join(
-            f"{_finding(finding)} [{commands.index(finding.command) + 1}]" for finding in row.findings
+            _finding(finding, f"; command {commands.index(finding.command) + 1}") for finding in row.findings
         )
         if row.claim.to_settle:
             ours += ("<br>" if ours else "") + f"*To settle:* {row.claim.to_settle}"
