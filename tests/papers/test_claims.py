@@ -108,7 +108,7 @@ def test_ledger_of_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_titles_of_the_findings_hold() -> None:
-    """The titles are written by hand: the verdicts behind them must agree."""
+    """The titles are fixed text: the verdicts behind them must agree."""
     results = Results()
     study, slow = results.comparison("ingredients"), results.comparison("fast-slow")
 

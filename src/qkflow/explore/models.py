@@ -21,7 +21,7 @@ def open_model(
 ) -> ExplorableModel:
     """Open a model for the explorer, in eval mode.
 
-    source    folder of a run of ours, its `model` folder, a `transformers` folder or Hub name, or an adapter
+    source    folder of a qkflow run, its `model` folder, a `transformers` folder or Hub name, or an adapter
               folder that `hf.save_adapter` wrote
     base      the model of an adapter; default: the one that the adapter names
     """
@@ -116,7 +116,7 @@ def _head_of(source: str) -> str:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a folder is a run of ours or its `model` folder, finished and readable or not."""
+    """Return whether a folder is a qkflow run or its `model` folder, finished and readable or not."""
     for folder in (path, path / "model"):
         file = folder / pretrained.MODEL_CONFIG_NAME
         if file.is_file():
