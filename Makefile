@@ -24,7 +24,7 @@ help:  ## Show this list
 	@touch $@
 
 demo: .venv/.base  ## Install, then ask: is it the coupling or the init?
-	$(BIN)/qkflow compare --data speeches --baselines standard@fan_in --variants euler@fan_in,euler@modern --controls standard@modern --seeds 5 --tokens 150k --out runs/demo
+	$(BIN)/qkflow compare --data speeches --baselines standard@fan_in --variants euler@fan_in,euler@modern --controls standard@modern --optimizer adamw --seeds 5 --tokens 150k --out runs/demo
 
 test: .venv/.dev lint types unit  ## Install, lint, type-check, run every test
 

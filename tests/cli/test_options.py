@@ -23,7 +23,7 @@ COMPARE_FLAGS = {
     "seq_len", "batch_size", "lr", "schedule", "tune_lr", "lr_factors", "match", "verdict", "confidence",
     "device", "engine", "jobs", "threads", "json", "baselines", "dry_run", "max_seeds", "screening_seeds",
     "margin", "pilot", "reuse", "live", "precision", "tune_tokens", "finetune", "finetune_data",
-    "finetune_epochs", "finetune_lr", "finetune_examples",
+    "finetune_epochs", "finetune_lr", "finetune_examples", "optimizer",
 }  # fmt: skip
 REPRODUCE_FLAGS = {
     "study", "data", "tokens", "seeds", "stages", "preset", "out", "tokenizer", "seq_len", "batch_size", "lr",

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from input_errors import raises_code
 from qkflow import console, files
+from qkflow.cli.commands.train import RECOMMENDED, add_defaults
 from qkflow.cli.main import dispatch
 from qkflow.data import prepare
 from qkflow.models import Decoder
 from qkflow.training import Trainer, pretrained, worker
+from qkflow.training.config import RunConfig
 
 Command = Callable[..., tuple[int, str]]
 SMALL_MODEL = ("model.n_layers=1", "model.dim=16", "model.n_heads=2")
@@ -65,6 +67,21 @@ def test_train_shows_a_finished_run(model: Path, command: Command) -> None:
     assert "bits per byte" in out
 
 
+def test_a_new_run_has_the_recommended_optimizer_and_init(model: Path) -> None:
+    config = RunConfig.load(model / "config.yaml")
+    assert (config.train.optimizer, config.train.lr) == ("muon", 0.012)
+    assert config.model["init"] == "modern"
+
+
+def test_learning_rate_follows_the_optimizer() -> None:
+    flags = {"train": {"optimizer": "adamw"}}
+    assert add_defaults(flags, RECOMMENDED)["train"] == {"optimizer": "adamw", "lr": 0.003}
+    assert add_defaults({"train": {"lr": 0.5}}, RECOMMENDED)["train"] == {"optimizer": "muon", "lr": 0.5}
+    assert add_defaults({}, {})["train"] == {"lr": 0.003}  # a config file without an optimizer
+    with raises_code("unknown-train-optimizer"):
+        add_defaults({"train": {"optimizer": "sgd"}}, {})
+
+
 def test_brackets_in_paths_are_not_markup(
     model: Path, corpus: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +100,7 @@ def test_train_refuses_changes_of_a_run_and_other_folders(
 ) -> None:
     with raises_code("run-has-another-config") as caught:
         command("train", model, "--lr", 0.5)
-    assert "train.lr 0.003, not 0.5" in str(caught.value)
+    assert "train.lr 0.012, not 0.5" in str(caught.value)
     assert command("train", model, "--set", "train.keep_latest_k=3")[0] == 0  # does not change training
     (tmp_path / "letter.txt").write_text("dear")
     with raises_code("folder-not-empty"):

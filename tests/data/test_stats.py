@@ -57,3 +57,22 @@ def test_repetition_beyond_the_lookback_is_ignored() -> None:
 def test_duplicate_fraction() -> None:
     tokens = np.array([1, 2, 9, 1, 2, 9, 3, 9])
     assert stats.duplicate_fraction(tokens, np.array([0, 3, 6, 8])) == pytest.approx(1 / 3)
+
+
+def test_repetition_by_distance() -> None:
+    tokens = np.arange(600)
+    tokens[[20, 60, 200, 500]] = [15, 40, 100, 250]  # distances 5, 20, 100 and 250
+    measured = stats.repetition_stats(tokens, -1)
+    shares = [measured[name] * 600 for name in ("seen_within_8", "seen_within_32", "seen_within_128", "seen")]
+    assert shares == pytest.approx([1, 2, 3, 4])
+
+
+def test_topic_bits_of_mixed_and_of_equal_documents() -> None:
+    """Documents with a vocabulary of their own are coded better after their first half."""
+    random = np.random.default_rng(0)
+    offsets = np.arange(0, 8001, 1000)
+    own = np.concatenate([random.integers(8 * i, 8 * i + 8, 1000) for i in range(8)])
+    assert stats.topic_bits(own, offsets, 64) == pytest.approx(3, abs=0.1)  # of 6 bits
+    equal = random.integers(0, 64, 8000)
+    assert stats.topic_bits(equal, offsets, 64) < 0.01
+    assert stats.topic_bits(np.array([1]), np.array([0, 1]), 64) == 0.0

@@ -10,6 +10,7 @@ from input_errors import raises_code
 from qkflow.studies import grid
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.grid import build_grid, build_run_config, check_models
+from qkflow.training.config import DEFAULT_LR
 
 CONFIG = ComparisonConfig(
     variants=("standard", "euler"), inits=("gpt2", "fan_in"), tokens=4096, seq_len=64, batch_size=4
@@ -174,7 +175,7 @@ def test_run_config_with_overrides() -> None:
     standard, run = grid.build_runs(
         "tune", [0], tokens_by_model=tokens, lr_factors=(0.5,), data_overrides=data
     )
-    assert standard.lr == CONFIG.lr / 2
+    assert standard.lr == DEFAULT_LR[CONFIG.optimizer] / 2
     assert run.lr == 0.001  # fixed by the variant
     assert run.steps == 16
     assert run.config["model"] == {
@@ -281,3 +282,22 @@ def run_configs(config: ComparisonConfig) -> list[dict[str, Any]]:
     grid = build_grid(config)
     tokens = dict.fromkeys((cell.variant.model_name for cell in grid.cells), 10_000)
     return [run.config for run in grid.build_runs("compare", [0], tokens_by_model=tokens)]
+
+
+def test_learning_rate_and_optimizer_of_a_cell() -> None:
+    """A variant's own rate comes first, then --lr, then the rate of its optimizer."""
+    variants = ("standard{train.optimizer=adamw}", "standard{train.lr=0.1}")
+    config = replace(CONFIG, variants=variants, controls=(), inits=("gpt2",))
+    assert [cell.base_lr(config) for cell in build_grid(config).cells] == [0.012, 0.003, 0.1]
+    config = replace(config, lr=0.02)
+    assert [cell.base_lr(config) for cell in build_grid(config).cells] == [0.02, 0.02, 0.1]
+    runs = build_grid(config).build_runs("compare", [0], tokens_by_model=dict.fromkeys(_models(config), 4096))
+    assert [run.config["train"]["optimizer"] for run in runs] == ["muon", "adamw", "muon"]
+    runs = build_grid(replace(config, optimizer="adamw", variants=("euler",))).build_runs(
+        "compare", [0], tokens_by_model={"standard": 4096, "euler": 4096}
+    )
+    assert all("optimizer" not in run.config["train"] for run in runs)  # the default of TrainConfig
+
+
+def _models(config: ComparisonConfig) -> list[str]:
+    return [cell.variant.model_name for cell in build_grid(config).cells]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from qkflow.data.token_set import TokenSet
 
 MAX_SAMPLED_TOKENS = 2_000_000  # tokens of the train split that repetition is measured on
 LOOKBACK_TOKENS = 512
+DISTANCES = (8, 32, 128, LOOKBACK_TOKENS)  # upper bounds of the distances that repetition is split by
+TOPIC_PRIOR_TOKENS = tuple(4**i for i in range(2, 10))  # weights of the corpus against a document
 
 
 def compute_stats(token_set: TokenSet) -> dict[str, Any]:
@@ -25,6 +28,7 @@ def compute_stats(token_set: TokenSet) -> dict[str, Any]:
         "unigram_entropy_bits": unigram_entropy(train, token_set.vocab_size),
         "vocab_used": float(np.mean(_token_counts(train, token_set.vocab_size) > 0)),
         "repetition": repetition_stats(sample, token_set.eos_token_id),
+        "topic_bits": topic_bits(sample, token_set.document_offsets("train"), token_set.vocab_size),
         "duplicate_documents": duplicate_fraction(train, token_set.document_offsets("train")),
     }
 
@@ -46,7 +50,8 @@ def _token_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 def repetition_stats(tokens: np.ndarray, eos_token_id: int) -> dict[str, float]:
     """Measure repetition within a document and the last LOOKBACK_TOKENS tokens.
 
-    `seen` is the share of tokens that occurred before. `induction_1` and `induction_2` are the accuracies of
+    `seen` is the share of tokens that occurred before, and `seen_within_8` of those that did in the last 8
+    tokens. `induction_1` and `induction_2` are the accuracies of
     the rule of an induction head: find the last occurrence of the current token (of the current two) and
     predict the token that followed it.
     """
@@ -54,10 +59,15 @@ def repetition_stats(tokens: np.ndarray, eos_token_id: int) -> dict[str, float]:
     document_ids[1:] = document_ids[:-1].copy()  # an end-of-document token belongs to its document
     document_ids[0] = 0
     previous = _last_occurrence(tokens, document_ids)
+    distance = np.arange(len(tokens)) - previous
     pairs = tokens[:-1] << 32 | tokens[1:]
     return {
         "lookback_tokens": LOOKBACK_TOKENS,
         "seen": float(np.mean(previous >= 0)),
+        **{
+            f"seen_within_{bound}": float(np.mean((previous >= 0) & (distance <= bound)))
+            for bound in DISTANCES[:-1]
+        },
         "induction_1": _induction_accuracy(tokens, previous[:-1]),
         "induction_2": _induction_accuracy(tokens[1:], _last_occurrence(pairs, document_ids[:-1])[:-1]),
     }
@@ -78,6 +88,31 @@ def _last_occurrence(values: np.ndarray, document_ids: np.ndarray) -> np.ndarray
 def _induction_accuracy(tokens: np.ndarray, previous: np.ndarray) -> float:
     """Return how often the token after `previous[i]` equals the token after i."""
     return float(np.mean((previous >= 0) & (tokens[previous + 1] == tokens[1:])))
+
+
+def topic_bits(tokens: np.ndarray, document_offsets: np.ndarray, vocab_size: int) -> float:
+    """Return how many bits per token the first half of a document saves on its second half.
+
+    Both are coded with token frequencies alone: those of the corpus, and those of the first half smoothed
+    with them by a Dirichlet prior, the best of TOPIC_PRIOR_TOKENS. Text of one topic gives 0.
+    """
+    frequencies = _token_counts(tokens, vocab_size) / max(len(tokens), 1)
+    own, length, corpus = [], [], []  # of every token of a second half
+    for start, end in itertools.pairwise(document_offsets):
+        middle = (start + end) // 2
+        if end > len(tokens) or middle == start:
+            continue
+        first, counts = np.unique(tokens[start:middle], return_counts=True)
+        second = tokens[middle:end]
+        nearest = np.minimum(np.searchsorted(first, second), len(first) - 1)
+        own.append(np.where(first[nearest] == second, counts[nearest], 0))
+        length.append(np.full(len(second), middle - start))
+        corpus.append(frequencies[second])
+    if not own:
+        return 0.0
+    count, size, expected = (np.concatenate(parts) for parts in (own, length, corpus))
+    saved = (np.log2((count / expected + prior) / (size + prior)).mean() for prior in TOPIC_PRIOR_TOKENS)
+    return max(0.0, float(max(saved)))
 
 
 def duplicate_fraction(tokens: np.ndarray, document_offsets: np.ndarray) -> float:

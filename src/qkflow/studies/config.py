@@ -16,7 +16,7 @@ from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
 from qkflow.studies.finetune.config import check_options as check_finetune_options
 from qkflow.studies.grammar import split_outside_braces
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
-from qkflow.training.config import Precision, Schedule
+from qkflow.training.config import OptimizerName, Precision, Schedule
 
 MatchMode = Literal["tokens", "time", "flops"]
 PresetName = Literal["tiny", "tiny-swiglu", "small", "60m", "150m", "350m", "350m-swiglu", "455m"]
@@ -30,6 +30,7 @@ _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
 _LISTS = ("variants", "baselines", "controls", "inits", "lr_factors", "finetune")
 _CHOICES = {
     "match": get_args(MatchMode),
+    "optimizer": get_args(OptimizerName),
     "preset": get_args(PresetName),
     "schedule": get_args(Schedule),
     "precision": get_args(Precision),
@@ -61,13 +62,14 @@ class ComparisonConfig:
     tokenizer   tokenizer: bytes, bpe:SIZE, a path or hf:NAME.
     seq_len     tokens per window.
     batch_size  windows per optimizer step.
-    lr          learning rate, unless a variant sets train.lr.
+    optimizer   muon (AdamW for embeddings, norms and scalars) or adamw, unless a variant sets its own.
+    lr          learning rate, unless a variant sets train.lr (default: 0.012 with muon, 0.003 with adamw).
     schedule    learning-rate schedule: cosine, wsd or constant.
     precision   fp32, or bf16 for autocast: faster on a GPU, slower on a CPU that emulates bfloat16.
     tune_lr     search the learning rate of every variant and init on the same grid, which is widened until
                 every optimum is interior.
     tune_tokens  training tokens per run of this search (default: as --tokens).
-    lr_factors  first grid of this search, as factors of --lr.
+    lr_factors  first grid of this search, as factors of the learning rate.
     match       budget that all runs share: tokens, time or flops.
     verdict     with verdicts (default), or the numbers alone, which allows fewer than 3 seeds.
     confidence  level of intervals and verdicts.
@@ -97,7 +99,8 @@ class ComparisonConfig:
     tokenizer: str = "bpe:2048"
     seq_len: int = 128
     batch_size: int = 16
-    lr: float = 3e-3
+    optimizer: OptimizerName = "muon"
+    lr: float | None = None
     schedule: Schedule = "cosine"
     precision: Precision = "fp32"
     tune_lr: bool = False
@@ -156,7 +159,7 @@ class ComparisonConfig:
         self._check_choices()
         self._check_budget()
         self._check_seeds()
-        if not (math.isfinite(self.lr) and self.lr > 0):
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr must be a positive number, got {self.lr:g}", code="invalid-lr")
         if self.tune_lr and not (
             self.lr_factors and all(0 < factor < math.inf for factor in self.lr_factors)

@@ -24,6 +24,7 @@ from qkflow.studies.variants import (
     split_variants,
     without_modifier,
 )
+from qkflow.training.config import DEFAULT_LR, OptimizerName, RunConfig
 
 TUNING_SEED = 10_000  # learning rates are chosen on a seed that is not compared
 SCREENING_SEED = 30_000  # the first of the seeds that choose inits
@@ -59,6 +60,11 @@ class Cell:
         """The learning rate, if the variant sets it."""
         lr: float | None = self.variant.override("train.lr")
         return lr
+
+    def base_lr(self, config: ComparisonConfig) -> float:
+        """Return the learning rate before any search: of the variant, of the comparison, or by optimizer."""
+        optimizer: OptimizerName = self.variant.override("train.optimizer", config.optimizer)
+        return next(lr for lr in (self.fixed_lr, config.lr, DEFAULT_LR[optimizer]) if lr is not None)
 
     def tokenizer(self, config: ComparisonConfig) -> str:
         return str(self.variant.override("data.tokenizer", config.tokenizer))
@@ -151,8 +157,11 @@ def build_run_config(
         **overrides.train,
         "lr": lr,
     }
-    if config.precision != "fp32":  # an absent key keeps the ids of runs in float32
+    # an absent key keeps the ids of runs that were made before the option
+    if config.precision != "fp32":
         train.setdefault("precision", config.precision)
+    if config.optimizer != "adamw":
+        train.setdefault("optimizer", config.optimizer)
     if variant.pace:
         train["pace"] = float(variant.pace)
     if variant.slow_path:
@@ -239,9 +248,7 @@ class Grid:
             for cell in self.cells if cells is None else cells:
                 data = (data_overrides or {}).get(cell.tokenizer(self.config))
                 for factor in lr_factors if cell.fixed_lr is None else (1.0,):
-                    lr = cell.fixed_lr
-                    if lr is None:
-                        lr = (lr_by_cell or {}).get(cell.name, self.config.lr) * factor
+                    lr = (lr_by_cell or {}).get(cell.name, cell.base_lr(self.config)) * factor
                     tokens = tokens_by_model[cell.variant.model_name]
                     config = build_run_config(
                         self.config, cell, seed=seed, lr=lr, tokens=tokens, data_overrides=data
@@ -348,12 +355,11 @@ def check_models(grid: Grid) -> None:
     """Build every model on the meta device, so that an invalid one is rejected before any run."""
     from qkflow.models import Decoder
     from qkflow.roles import freeze_roles
-    from qkflow.training.config import RunConfig
 
     config = grid.config
     for cell in grid.one_cell_per_model():
         try:
-            lr = config.lr if cell.fixed_lr is None else cell.fixed_lr
+            lr = cell.base_lr(config)
             values = build_run_config(config, cell, seed=0, lr=lr, tokens=config.tokens or 1)
             size = vocab_size(cell.tokenizer(config), config.preset)
             run = RunConfig.from_dict(values)

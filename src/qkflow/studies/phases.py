@@ -170,6 +170,7 @@ class StudyRunner:
     def _tune_lr(self) -> dict[str, float]:
         """Return the best learning rate of every cell that does not fix its own."""
         cells = [cell for cell in self.grid.cells if cell.fixed_lr is None]
+        base_lr = {cell.name: cell.base_lr(self.config) for cell in cells}
         for cell in self.grid.cells:
             if cell.fixed_lr is not None:
                 console.err.print(
@@ -186,16 +187,16 @@ class StudyRunner:
             runs = self._build_runs(
                 "tune", [TUNING_SEED], cells=cells, lr_factors=factors, tokens_by_model=budgets
             )
-            factor_by_lr = {self.config.lr * factor: factor for factor in factors}
+            factor_by_lr = {(name, lr * factor): factor for name, lr in base_lr.items() for factor in factors}
             for tracker in _require_finished(self._execute("tuning learning rates", runs)):
                 loss = (tracker.run_dir.result() or {}).get("loss") if tracker.run_dir.is_finished else None
                 is_finite = loss is not None and math.isfinite(loss)
                 by_factor = losses.setdefault(tracker.spec.cell, {})
-                by_factor[factor_by_lr[tracker.spec.lr]] = loss if is_finite else None
+                by_factor[factor_by_lr[tracker.spec.cell, tracker.spec.lr]] = loss if is_finite else None
             return losses
 
         factors = tune_lr(run_trials, self.config.lr_factors)
-        return {cell: self.config.lr * factor for cell, factor in factors.items()}
+        return {name: base_lr[name] * factor for name, factor in factors.items()}
 
     def _compute_token_budgets(self) -> dict[str, int]:
         """Return tokens by model: equal, or scaled to the time or FLOPs of the first baseline."""

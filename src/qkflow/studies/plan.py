@@ -11,6 +11,7 @@ from qkflow.config_io import check_mapping, dataclass_from_dict
 from qkflow.errors import InputError
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
+from qkflow.training.config import DEFAULT_LR
 
 Role = Literal["reference", "variant", "control"]
 Metric = Literal["perplexity", "bits per byte"]
@@ -77,6 +78,7 @@ class StudyPlan:
     @classmethod
     def from_dict(cls, study: Mapping[str, Any], source: Path) -> StudyPlan:
         """Build a plan from the plain data of `to_dict`; errors name `source`."""
+        study = _with_optimizer(study)
         try:
             values = {
                 **{name: study.get(name) for name in ("command", "budgets", "jobs", "created_at")},
@@ -119,6 +121,16 @@ class StudyPlan:
 
     def save(self, study_dir: StudyDir) -> None:
         study_dir.save(self.to_dict())
+
+
+def _with_optimizer(study: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add what earlier versions did not store: they trained with AdamW unless a variant said otherwise."""
+    config = study.get("config")
+    if not isinstance(config, dict) or "optimizer" in config:
+        return study
+    lr = None if config.get("lr") == DEFAULT_LR["adamw"] else config.get("lr")
+    config = {**config, "optimizer": "adamw", "lr": lr}
+    return {**study, "config": config, "command": f"{study.get('command')} --optimizer adamw"}
 
 
 def _read_arm(values: Any) -> PlannedArm:

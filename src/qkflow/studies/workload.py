@@ -104,7 +104,7 @@ def trained_models(grid: Grid) -> list[TrainedModel]:
     """Return the models of a comparison; the init of the parameters is left out."""
     config, models = grid.config, []
     for cell in grid.one_cell_per_model():
-        lr = config.lr if cell.fixed_lr is None else cell.fixed_lr
+        lr = cell.base_lr(config)
         values = build_run_config(config, cell, seed=0, lr=lr, tokens=config.tokens or 1)
         size, run = vocab_size(cell.tokenizer(config), config.preset), RunConfig.from_dict(values)
         model = replace(run.model_config(size), init="gpt2")

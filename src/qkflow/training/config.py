@@ -29,6 +29,8 @@ Precision = Literal["fp32", "bf16"]
 ParallelMode = Literal["none", "ddp", "fsdp"]
 WriterName = Literal["tensorboard", "trackio", "wandb"]
 DEFAULT_TOKENS = 1_000_000
+# Learning rates of `qkflow train` and `compare`: the best at 1M parameters. TrainConfig has that of AdamW.
+DEFAULT_LR: dict[OptimizerName, float] = {"adamw": 3e-3, "muon": 1.2e-2}
 
 
 @dataclass(frozen=True)

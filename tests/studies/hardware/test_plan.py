@@ -35,6 +35,7 @@ def config_of(**settings: Any) -> ComparisonConfig:
         "inits": "gpt2",
         "tokens": "1M",
         "tokenizer": "bytes",
+        "optimizer": "adamw",  # the FLOPs of Muon's update are a case of their own
     }
     return ComparisonConfig.parse(**{**defaults, **settings})
 

@@ -9,7 +9,9 @@ from typing import Annotated
 import tyro
 
 from qkflow import console
+from qkflow.cli.commands.registry import print_rows
 from qkflow.papers.claims import Finding, LedgerRow, Results, build_ledger
+from qkflow.papers.coupled_dynamics.corpora import corpus_rows, gain_correlations
 from qkflow.papers.findings import MainFinding, main_findings
 from qkflow.papers.ledger import select_claims
 
@@ -20,6 +22,7 @@ def claims(
     dial: Annotated[str | None, tyro.conf.Positional] = None,
     *,
     findings: bool = False,
+    corpora: bool = False,
     results: Path | None = None,
     markdown: bool = False,
     json: bool = False,
@@ -34,11 +37,14 @@ def claims(
       qkflow claims
       qkflow claims coupling
       qkflow claims --findings
+      qkflow claims --corpora
       qkflow claims --json
 
     Args:
         dial: coupling, timescale or pace (default: all).
         findings: print the main findings instead, one sentence each.
+        corpora: print the gains on several corpora instead, beside measures of the text that could predict
+            them.
         results: folder with stored results (default: those of this version).
         markdown: print Markdown, as in docs/claims.md.
         json: print one JSON object.
@@ -46,6 +52,9 @@ def claims(
     stored = Results(results)
     if findings:
         _print_findings(main_findings(stored), json)
+        return
+    if corpora:
+        _print_corpora(stored, markdown, json)
         return
     ledgers = {name: build_ledger(selected, stored) for name, selected in select_claims(dial).items()}
     if json:
@@ -65,6 +74,24 @@ def _print_findings(findings: list[MainFinding], json: bool) -> None:
         return
     for index, finding in enumerate(findings, start=1):
         print(f"{index}. **{finding.title}** {finding.text}")
+
+
+def _print_corpora(results: Results, markdown: bool, json: bool) -> None:
+    rows, correlations = corpus_rows(results), gain_correlations(results)
+    if json:
+        console.emit_json({"corpora": rows, "correlations": [asdict(each) for each in correlations]})
+        return
+    print_rows("corpora", rows, json=False, markdown=markdown)
+    print()
+    tested = [
+        {
+            "measure": each.measure,
+            "rank correlation with the change of euler from fan_in": f"{each.rho:+.2f}",
+            "p, Holm": f"{each.p_holm:.2g}",
+        }
+        for each in correlations
+    ]
+    print_rows("correlations", tested, json=False, markdown=markdown)
 
 
 def _print(name: str, rows: list[LedgerRow]) -> None:

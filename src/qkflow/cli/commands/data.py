@@ -96,7 +96,7 @@ def describe(
         cache: folder of prepared corpora; default $QKFLOW_CACHE or the user's cache folder.
         json: print one JSON object instead of tables.
     """
-    from qkflow.data.stats import compute_stats
+    from qkflow.data.stats import DISTANCES, compute_stats
 
     stats = compute_stats(pipeline.prepare(corpus, tokenizer, cache_dir=cache))
     if json:
@@ -109,6 +109,10 @@ def describe(
         "unigram entropy": f"{stats['unigram_entropy_bits']:.3f} bits per token",
         "vocabulary used": f"{stats['vocab_used']:.1%}",
         f"seen in the last {repetition['lookback_tokens']} tokens": f"{repetition['seen']:.1%} of tokens",
+        "seen in the last 8, 32, 128 tokens": ", ".join(
+            f"{repetition[f'seen_within_{bound}']:.1%}" for bound in DISTANCES[:-1]
+        ),
+        "topic": f"the first half of a document saves {stats['topic_bits']:.3f} bits per token on the second",
         "induction accuracy, one token matched": f"{repetition['induction_1']:.1%}",
         "induction accuracy, two tokens matched": f"{repetition['induction_2']:.1%}",
         "duplicate documents": f"{stats['duplicate_documents']:.1%}",

@@ -9,9 +9,19 @@ import tyro
 import yaml
 
 from qkflow import console
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
 from qkflow.training import Callback, Trainer
-from qkflow.training.config import CHANGEABLE_ON_RESUME, ParallelMode, RunConfig
+from qkflow.training.config import (
+    CHANGEABLE_ON_RESUME,
+    DEFAULT_LR,
+    OptimizerName,
+    ParallelMode,
+    RunConfig,
+    TrainConfig,
+)
+
+# The config of a new run without --config; docs/which_dial.md has the measurements.
+RECOMMENDED = {"model": {"init": "modern"}, "train": {"optimizer": "muon"}}
 
 
 def train(
@@ -30,6 +40,7 @@ def train(
     minutes: float | None = None,
     batch_size: int | None = None,
     accumulate: int | None = None,
+    optimizer: OptimizerName | None = None,
     lr: float | None = None,
     schedule: str | None = None,
     warmup: float | None = None,
@@ -64,13 +75,15 @@ def train(
             tiny).
         coupling: none, drift, euler, leapfrog:n=7, affine, ... (default: none).
         scoring: softmax, differential or differential_v2 (default: softmax).
-        init: init scheme of the weights, see qkflow inits: gpt2, fan_in, modern, symmetric=1 (default: gpt2).
+        init: init scheme of the weights, see qkflow inits: gpt2, fan_in, modern, symmetric=1 (default:
+            modern).
         tokens: training tokens, e.g. 200k or 5M (default: 1M).
         steps: optimizer steps, instead of tokens.
         minutes: training time without evaluation, instead of tokens.
         batch_size: windows per optimizer step, over all processes (default: 16).
         accumulate: microbatches per optimizer step, to save memory (default: 1).
-        lr: peak learning rate (default: 3e-3).
+        optimizer: muon (AdamW for embeddings, norms and scalars) or adamw (default: muon).
+        lr: peak learning rate (default: 0.012 with muon, 0.003 with adamw).
         schedule: learning-rate schedule after warmup: cosine, wsd or constant (default: cosine).
         warmup: fraction of the run, or number of steps, of linear warmup (default: 0.02).
         pace: learning rate of the query-key circuit relative to the rest: a number, or increasing:40 to
@@ -90,11 +103,13 @@ def train(
         "data": {"corpus": data, "tokenizer": tokenizer, "seq_len": seq_len},
         "train": {
             "tokens": tokens, "steps": steps, "minutes": minutes, "batch_size": batch_size,
-            "accumulate": accumulate, "lr": lr, "schedule": schedule, "warmup": warmup, "pace": pace,
-            "seed": seed, "precision": precision, "device": device,
+            "accumulate": accumulate, "optimizer": optimizer, "lr": lr, "schedule": schedule,
+            "warmup": warmup, "pace": pace, "seed": seed, "precision": precision, "device": device,
         },
     }  # fmt: skip
     overrides = _deep_merge(_deep_merge(_read_yaml(config), _drop_none(flags)), _parse_assignments(set))
+    if not (folder / "config.yaml").exists():
+        overrides = add_defaults(overrides, RECOMMENDED if config is None else {})
     config_to_save = resolve_config(folder, overrides)
     worker.configure_process(threads)
     with _ProgressCallback(folder) as progress:
@@ -130,6 +145,15 @@ def resolve_config(folder: Path, overrides: dict[str, Any]) -> RunConfig | None:
                 code="run-has-another-config",
             )
     return new
+
+
+def add_defaults(values: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a new run: `recipe` updated with `values`, and the optimizer's default rate."""
+    merged = _deep_merge(recipe, values)
+    optimizer = (merged.get("train") or {}).get("optimizer", TrainConfig.optimizer)
+    if optimizer not in DEFAULT_LR:
+        raise unknown("train.optimizer", str(optimizer), DEFAULT_LR)
+    return _deep_merge({"train": {"lr": DEFAULT_LR[optimizer]}}, merged)
 
 
 def print_result(folder: Path, json: bool) -> None:

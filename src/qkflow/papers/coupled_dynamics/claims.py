@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-from qkflow.papers.claims import Claim, Computed, Judged, Measured, Output, find_arm
+import numpy as np
+from scipy.stats import f as f_distribution
+
+from qkflow.papers.claims import Claim, Computed, Judged, Measured, Paired, find_arm
 from qkflow.papers.costs import StudyCost
-from qkflow.report.tables import format_signed
 from qkflow.studies import Comparison
 from qkflow.studies.design import Verdict
 from qkflow.studies.stats import first_crossing, mean_curve
@@ -19,6 +21,14 @@ REFERENCE, EULER = f"standard{MUON}", f"euler{MUON}@modern"
 WEAK_REFERENCE, WEAK_EULER = "standard{train.lr=0.006}@fan_in", "euler@fan_in"
 WEAK_SYMMETRIC = "symmetric@fan_in"
 ADAMW_MODERN = "standard{train.lr=0.003}@modern"
+LEAPFROG, SEVEN_STEPS, UNCOUPLED = "leapfrog@fan_in", "euler:n=7@fan_in", "uncoupled@fan_in"
+AFFINE = f"affine{MUON}@modern"
+DIFFERENTIAL, AFFINE_DIFFERENTIAL = (
+    f"{name}{{train.optimizer=muon}}@modern" for name in ("differential", "affine+differential")
+)
+# Stored studies of other corpora: the same arms at fewer tokens, with the learning rates of WikiText-2.
+CORPORA = {"biomedical": "biomedical sentences", "web": "web text"}
+CORPUS_WEAK_EULER = "euler{train.lr=0.006}@fan_in"
 PUBLISHED_TOKEN_RATIO = 2.4
 PUBLISHED_PARAMETERS = 0.0011  # of the 60M model
 ROUNDING = 0.5e-4  # of the published share
@@ -54,6 +64,20 @@ def _tokens_to_target(comparison: Comparison) -> tuple[str, bool | None]:
     return f"{ratio:.2f}× fewer tokens, both from fan_in", ratio >= PUBLISHED_TOKEN_RATIO
 
 
+def _seed_variance(comparison: Comparison) -> tuple[str, bool | None]:
+    """Variance over seeds of the uncoupled control against euler, with the interval of an F test."""
+    losses = [np.array(find_arm(comparison, name).loss_by_seed) for name in (UNCOUPLED, WEAK_EULER)]
+    ratio = float(losses[0].var(ddof=1) / losses[1].var(ddof=1))
+    tail = (1 - comparison.summary.config.confidence) / 2
+    degrees = (len(losses[0]) - 1, len(losses[1]) - 1)
+    low, high = (ratio / f_distribution.ppf(q, *degrees) for q in (1 - tail, tail))
+    supports = True if low > 1 else False if high < 1 else None
+    return (
+        f"variance of the loss over seeds, uncoupled over euler: {ratio:.2g}× ({low:.2g}…{high:.2g})",
+        supports,
+    )
+
+
 def _stability(comparison: Comparison) -> tuple[str, bool | None]:
     """Loss spikes and gradient tails of euler beside standard attention with the same init and optimizer."""
     texts, better, worse = [], 0, 0
@@ -74,16 +98,12 @@ def _stability(comparison: Comparison) -> tuple[str, bool | None]:
     return "; ".join(texts), None if better == worse else better > worse
 
 
-def first_look(variant: str, label: str) -> Output:
-    """Return an arm of the first look at AdamW from `modern`: three seeds, one rate, no verdict."""
-
-    def text(output: Any) -> str:
-        percent = next(arm["percent"] for arm in output["arms"] if arm["variant"] == variant)
-        values = (format_signed(percent[name]) for name in ("mean", "low", "high"))
-        return "{}: {}% ({}…{}), no verdict".format(label, *values)
-
-    scale = "wikitext-2, tiny-swiglu, 1M tokens"
-    return Output("start-or-dynamics", None, scale, text, lambda output: None, seeds=3)
+def _corpus_evidence() -> Iterator[Judged]:
+    """Yield the verdicts on euler that the claim predicts: helps on biomedical text, hurts on web text."""
+    for (corpus, name), expects in zip(CORPORA.items(), (Verdict.HELPS, Verdict.HURTS), strict=True):
+        study, label = f"corpus-{corpus}", f"{name}, euler against standard"
+        yield Judged(study, CORPUS_WEAK_EULER, expects, f"{label}, fan_in, AdamW", WEAK_REFERENCE)
+        yield Judged(study, EULER, expects, f"{label}, modern, Muon")
 
 
 CLAIMS = (
@@ -110,6 +130,12 @@ CLAIMS = (
         PAPER,
         "Euler and symplectic integrators do equally well, and 1 to 7 steps are alike",
         "Euler = leapfrog; steps 1–7 alike",
+        (
+            Paired(STUDY, LEAPFROG, WEAK_EULER, Verdict.EQUIVALENT, "leapfrog against euler, fan_in, AdamW"),
+            Paired(
+                STUDY, SEVEN_STEPS, WEAK_EULER, Verdict.EQUIVALENT, "euler, 7 steps against 1, fan_in, AdamW"
+            ),
+        ),
         to_settle=StudyCost("integrators", "step-counts"),
     ),
     Claim(
@@ -117,6 +143,10 @@ CLAIMS = (
         PAPER,
         "An uncoupled network with the same parameters gains less than the coupling",
         "23.81 against 22.55–22.62 (standard 24.22); 8× the seed variance",
+        (
+            Paired(STUDY, UNCOUPLED, WEAK_EULER, Verdict.HURTS, "uncoupled against euler, fan_in, AdamW"),
+            Measured(STUDY, _seed_variance),
+        ),
         to_settle=StudyCost("uncoupled"),
     ),
     Claim(
@@ -139,7 +169,7 @@ CLAIMS = (
         PAPER,
         "The gain shrinks at 350M parameters, where differential attention is ahead",
         "−1.0% (19.35); differential 18.93",
-        (first_look("differential@modern", "differential against standard, modern, AdamW, the same rate"),),
+        (Judged(STUDY, DIFFERENTIAL, Verdict.HELPS, "differential against standard, modern, Muon"),),
         to_settle=StudyCost("coupling-350m"),
     ),
     Claim(
@@ -147,6 +177,7 @@ CLAIMS = (
         PAPER,
         "Coherent text gains, heterogeneous web text loses",
         "PubMed −4.5%, web +10.3%",
+        tuple(_corpus_evidence()),
         to_settle=StudyCost("pubmed", "web-text"),
     ),
     Claim(
@@ -168,7 +199,16 @@ CLAIMS = (
         PAPER + " (v2)",
         "Affine coupling on differential attention beats differential attention",
         "455M, T = 512: p = 0.003, six seeds",
-        (first_look("affine@modern", "affine against standard, modern, AdamW"),),
+        (
+            Paired(
+                STUDY,
+                AFFINE_DIFFERENTIAL,
+                DIFFERENTIAL,
+                Verdict.HELPS,
+                "affine + differential against differential, modern, Muon",
+            ),
+            Judged(STUDY, AFFINE, Verdict.HELPS, "affine against standard, modern, Muon"),
+        ),
         to_settle=StudyCost("affine-differential-455m"),
     ),
 )

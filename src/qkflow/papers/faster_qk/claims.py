@@ -7,7 +7,7 @@ from typing import Any
 
 from qkflow.papers.claims import Claim, Output
 from qkflow.papers.costs import StudyCost
-from qkflow.papers.coupled_dynamics.claims import first_look
+from qkflow.report.tables import format_signed
 
 PAPER = "Vashisht & Ramaswamy, ICML 2026, arXiv 2608.06776"
 SYNTHETIC, FLOW = "qkflow pace synthetic", "qkflow pace flow"
@@ -80,6 +80,18 @@ def _study(task: str, measures: tuple[str, ...], expects: str) -> Output:
         return True if results == {"raises"} else None
 
     return Output(f"pace-{task}", None, f"{task}, one layer", text, supports, seeds=5)
+
+
+def _first_look(variant: str, label: str) -> Output:
+    """Return an arm of the first look at AdamW from `modern`: three seeds, one rate, no verdict."""
+
+    def text(output: Any) -> str:
+        percent = next(arm["percent"] for arm in output["arms"] if arm["variant"] == variant)
+        values = (format_signed(percent[name]) for name in ("mean", "low", "high"))
+        return "{}: {}% ({}…{}), no verdict".format(label, *values)
+
+    scale = "wikitext-2, tiny-swiglu, 1M tokens"
+    return Output("start-or-dynamics", None, scale, text, lambda output: None, seeds=3)
 
 
 CLAIMS = (
@@ -172,7 +184,7 @@ CLAIMS = (
         "SVA 92.4 → 93.4, HateXplain 55.7 → 56.9, SQuAD 56.1 → 56.9",
         (
             _study("agreement", ("performance",), "no change"),
-            first_look("standard+pace=4@modern", "language modeling, r = 4 against 1, modern, AdamW"),
+            _first_look("standard+pace=4@modern", "language modeling, r = 4 against 1, modern, AdamW"),
         ),
         to_settle="SQuAD needs a model that answers: pretraining on text and word vectors come first",
     ),
