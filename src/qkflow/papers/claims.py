@@ -23,7 +23,7 @@ from qkflow.studies import Comparison, load_comparison
 from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.design import SeedDesign, TestResult, Verdict, decide
 from qkflow.studies.results import ArmSummary
-from qkflow.studies.stats import PairedDifference
+from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, PairedDifference, holm
 
 _PACKAGED = Path(__file__).with_name("results")
 _REPOSITORY = Path(__file__).parents[3] / "docs" / "results"
@@ -267,17 +267,38 @@ def judged_difference(
 
 def compare_arms(comparison: Comparison, name: str, against: str) -> tuple[PairedDifference, Verdict]:
     """Return the paired difference of two arms and its verdict, without a correction for other arms."""
-    first, second = (find_arm(comparison, each).losses for each in (name, against))
-    seeds = sorted(first.keys() & second.keys())
-    design = SeedDesign.fixed(comparison.summary.config.confidence, comparison.summary.config.margin_nats)
-    difference = design.difference([first[seed] for seed in seeds], [second[seed] for seed in seeds])
-    if difference.p is None or difference.p_equivalent is None:
-        return difference, Verdict.NO_VERDICT
-    p, direction, p_equivalent = (
-        np.array([value]) for value in (difference.p, difference.direction, difference.p_equivalent)
+    judged = judge_pairs(comparison, [(name, against)])
+    if not judged:
+        raise InputError(f"'{name}' and '{against}' share too few seeds for a verdict", code="too-few-seeds")
+    return judged[name, against]
+
+
+def judge_pairs(
+    comparison: Comparison, pairs: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], tuple[PairedDifference, Verdict]]:
+    """Return difference and verdict of pairs of arms, corrected together (Holm).
+
+    A pair that shares too few seeds for a verdict is left out.
+    """
+    config = comparison.summary.config
+    design = SeedDesign.fixed(config.confidence, config.margin_nats)
+    differences = {}
+    for name, against in pairs:
+        first, second = (find_arm(comparison, each).losses for each in (name, against))
+        seeds = sorted(first.keys() & second.keys())
+        if len(seeds) >= MIN_SEEDS_FOR_VERDICT:
+            differences[name, against] = design.difference(
+                [first[seed] for seed in seeds], [second[seed] for seed in seeds]
+            )
+    p, direction, p_equivalent, mean = (
+        np.array([getattr(each, field) for each in differences.values()], dtype=float)
+        for field in ("p", "direction", "p_equivalent", "mean")
     )
-    verdicts = decide(TestResult(p, direction, p_equivalent), np.array([difference.mean]), design)
-    return difference, Verdict(str(verdicts[0]))
+    verdicts = decide(TestResult(holm(p), direction, holm(p_equivalent)), mean, design)
+    return {
+        pair: (difference, Verdict(str(verdict)))
+        for (pair, difference), verdict in zip(differences.items(), verdicts, strict=True)
+    }
 
 
 def describe_scale(comparison: Comparison) -> str:

@@ -25,9 +25,11 @@ def test_rank_correlation_matches_scipy_with_ties() -> None:
     assert rank_correlation(first, second)[0] == pytest.approx(spearmanr(first, second).statistic)
 
 
-def test_corpora_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dispatch(["claims", "--corpora", "--json"]) == 0
-    output = json.loads(capsys.readouterr().out)
-    assert [row["corpus"] for row in output["corpora"]] == list(Results().output("corpus-stats")["corpora"])
-    assert [row["measure"] for row in output["correlations"]] == list(MEASURES)
+def test_tables_of_corpora(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["claims", "--table", "corpora", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["corpora"]
+    assert [row["corpus"] for row in rows] == list(Results().output("corpus-stats")["corpora"])
+    assert dispatch(["claims", "--table", "predictors", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["predictors"]
+    assert [row["measure"] for row in rows] == list(MEASURES)
     assert all(-1 <= each.rho <= 1 and 0 < each.p_holm <= 1 for each in gain_correlations(Results()))

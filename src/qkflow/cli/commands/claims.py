@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from qkflow import console
 from qkflow.cli.commands.registry import print_rows
 from qkflow.papers.claims import Finding, LedgerRow, Results, build_ledger
-from qkflow.papers.coupled_dynamics.corpora import corpus_rows, gain_correlations
+from qkflow.papers.coupled_dynamics.contrasts import contrast_rows, start_by_dynamics_rows
+from qkflow.papers.coupled_dynamics.corpora import corpus_rows, predictor_rows
 from qkflow.papers.findings import MainFinding, main_findings
 from qkflow.papers.ledger import select_claims
 
+TableName = Literal["ingredients", "start-by-dynamics", "corpora", "predictors"]
+TABLES: dict[TableName, Callable[[Results], list[dict[str, str]]]] = {
+    "ingredients": contrast_rows,
+    "start-by-dynamics": start_by_dynamics_rows,
+    "corpora": corpus_rows,
+    "predictors": predictor_rows,
+}
 STATUS_STYLES = {"consistent": "green", "contradicted": "red", "mixed": "yellow"}
 
 
@@ -22,7 +31,7 @@ def claims(
     dial: Annotated[str | None, tyro.conf.Positional] = None,
     *,
     findings: bool = False,
-    corpora: bool = False,
+    table: TableName | None = None,
     results: Path | None = None,
     markdown: bool = False,
     json: bool = False,
@@ -37,14 +46,16 @@ def claims(
       qkflow claims
       qkflow claims coupling
       qkflow claims --findings
-      qkflow claims --corpora
+      qkflow claims --table ingredients
       qkflow claims --json
 
     Args:
         dial: coupling, timescale or pace (default: all).
         findings: print the main findings instead, one sentence each.
-        corpora: print the gains on several corpora instead, beside measures of the text that could predict
-            them.
+        table: print a table of the stored studies instead. ingredients: which part of a coupling does the
+            work; start-by-dynamics: a symmetric init and a coupling that starts as the identity; corpora:
+            gains by corpus beside measures of the text; predictors: correlations of these measures with the
+            gain.
         results: folder with stored results (default: those of this version).
         markdown: print Markdown, as in docs/claims.md.
         json: print one JSON object.
@@ -53,8 +64,8 @@ def claims(
     if findings:
         _print_findings(main_findings(stored), json)
         return
-    if corpora:
-        _print_corpora(stored, markdown, json)
+    if table is not None:
+        print_rows(table, TABLES[table](stored), json, markdown)
         return
     ledgers = {name: build_ledger(selected, stored) for name, selected in select_claims(dial).items()}
     if json:
@@ -74,24 +85,6 @@ def _print_findings(findings: list[MainFinding], json: bool) -> None:
         return
     for index, finding in enumerate(findings, start=1):
         print(f"{index}. **{finding.title}** {finding.text}")
-
-
-def _print_corpora(results: Results, markdown: bool, json: bool) -> None:
-    rows, correlations = corpus_rows(results), gain_correlations(results)
-    if json:
-        console.emit_json({"corpora": rows, "correlations": [asdict(each) for each in correlations]})
-        return
-    print_rows("corpora", rows, json=False, markdown=markdown)
-    print()
-    tested = [
-        {
-            "measure": each.measure,
-            "rank correlation with the change of euler from fan_in": f"{each.rho:+.2f}",
-            "p, Holm": f"{each.p_holm:.2g}",
-        }
-        for each in correlations
-    ]
-    print_rows("correlations", tested, json=False, markdown=markdown)
 
 
 def _print(name: str, rows: list[LedgerRow]) -> None:

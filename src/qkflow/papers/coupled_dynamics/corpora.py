@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from qkflow.papers.claims import Results, judged_difference
-from qkflow.papers.coupled_dynamics.claims import ADAMW_MODERN, CORPUS_WEAK_EULER, EULER, WEAK_REFERENCE
+from qkflow.papers.coupled_dynamics.claims import CORPUS_WEAK_EULER, EULER, WEAK_REFERENCE
 from qkflow.report.tables import format_change
 from qkflow.studies.stats import holm
 
@@ -31,7 +31,6 @@ MEASURES: dict[str, Callable[[Mapping[str, Any]], float]] = {
 CHANGES = {
     "euler, fan_in, AdamW": (CORPUS_WEAK_EULER, WEAK_REFERENCE),
     "euler, modern, Muon": (EULER, None),
-    "AdamW instead of Muon": (ADAMW_MODERN, None),
 }
 _PREDICTED = "euler, fan_in, AdamW"
 
@@ -65,10 +64,20 @@ def gain_correlations(results: Results) -> list[Correlation]:
     stats = results.output(STATS)["corpora"]
     arm, against = CHANGES[_PREDICTED]
     gains = [_mean_change(results, name, arm, against) for name in stats]
-    found = [rank_correlation([read(each) for each in stats.values()], gains) for read in MEASURES.values()]
-    corrected = holm(np.array([p for _, p in found]))
+    tested = [rank_correlation([read(each) for each in stats.values()], gains) for read in MEASURES.values()]
+    corrected = holm(np.array([p for _, p in tested]))
     return [
-        Correlation(name, rho, float(p)) for name, (rho, _), p in zip(MEASURES, found, corrected, strict=True)
+        Correlation(name, rho, float(p))
+        for name, (rho, _), p in zip(MEASURES, tested, corrected, strict=True)
+    ]
+
+
+def predictor_rows(results: Results) -> list[dict[str, str]]:
+    """Return the correlations as a table."""
+    name = f"rank correlation with the change of {_PREDICTED}"
+    return [
+        {"measure": each.measure, name: f"{each.rho:+.2f}", "p, Holm": f"{each.p_holm:.2g}"}
+        for each in gain_correlations(results)
     ]
 
 
