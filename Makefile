@@ -44,7 +44,6 @@ bench: .venv/.base  ## Print time, FLOPs and memory relative to standard attenti
 tables: .venv/.base  ## Rewrite the generated tables and figures of README.md and docs/
 	$(BIN)/python docs/generate_tables.py
 	$(BIN)/python docs/generate_figures.py
-	$(BIN)/python docs/generate_scaling_figure.py
 
 docs: .venv/.docs  ## Build the documentation into site/
 	$(BIN)/zensical build --clean --strict

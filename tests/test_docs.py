@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from generate_figures import FIGURES, IMAGES
 
 from qkflow.cli.main import COMMANDS, split_command
 
@@ -116,9 +117,9 @@ def test_generated_tables_are_current(page: Path) -> None:
     assert render(text) == text, "run `make tables`"
 
 
-def test_figures_are_current() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "generate_figures.py"))
-    assert script["render_findings"]() == script["FINDINGS"].read_text("utf-8"), "run `make tables`"
+@pytest.mark.parametrize("name", FIGURES)
+def test_figures_are_current(name: str) -> None:
+    assert FIGURES[name]() == (IMAGES / name).read_text("utf-8"), "run `make tables`"
 
 
 def test_options_of_couplings_are_documented() -> None:
