@@ -17,7 +17,9 @@ from qkflow.studies.stats import t_interval
 GROUPS: dict[str, dict[str, str]] = {
     "AdamW": {
         "standard, init fan_in": arms.WEAK_REFERENCE,
+        "+ uncoupled networks": arms.UNCOUPLED,
         "+ euler coupling": arms.WEAK_EULER,
+        "+ its linear drift alone": arms.WEAK_DRIFT,
         "+ symmetric init": arms.WEAK_SYMMETRIC,
         "standard, init modern": arms.ADAMW_MODERN,
     },

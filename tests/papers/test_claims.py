@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from qkflow.papers.claims import (
     Results,
     Status,
     build_ledger,
+    compare_arms,
     judged_difference,
 )
 from qkflow.papers.coupled_dynamics import claims as arms
@@ -119,6 +121,10 @@ def test_titles_of_the_findings_hold() -> None:
     assert verdict(arms.WEAK_EULER) == verdict(arms.ADAMW_MODERN) == Verdict.HURTS
     assert verdict(arms.EULER) in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
     assert judged_difference(slow, f"slow{arms.MUON}@modern")[1] != Verdict.HELPS
+    pair = partial(compare_arms, results.comparison(arms.STUDY))
+    assert pair(arms.WEAK_DRIFT, arms.WEAK_REFERENCE)[1] == Verdict.HELPS
+    assert pair(arms.WEAK_SYMMETRIC, arms.WEAK_DRIFT)[1] == Verdict.HELPS
+    assert pair(arms.WEAK_EULER, arms.WEAK_DRIFT)[1] in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
     for finding in main_findings(results):
         assert re.search(r"[+−][\d.]+% \([+−][\d.]+…[+−][\d.]+; [a-z]+\)", finding.text), finding.text
 

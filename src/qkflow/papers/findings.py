@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkflow.papers.claims import Results, describe_scale, judged_difference
+from qkflow.papers.claims import Results, compare_arms, describe_scale, judged_difference
 from qkflow.papers.coupled_dynamics.claims import (
     ADAMW_MODERN,
     EULER,
     MUON,
+    UNCOUPLED,
+    WEAK_DRIFT,
     WEAK_EULER,
     WEAK_REFERENCE,
     WEAK_SYMMETRIC,
 )
 from qkflow.report.tables import format_change
 from qkflow.studies import Comparison
+from qkflow.studies.blocked import BlockedDifference
+from qkflow.studies.design import Verdict
+from qkflow.studies.stats import PairedDifference
 
 
 @dataclass(frozen=True)
@@ -38,18 +43,28 @@ def main_findings(results: Results) -> list[MainFinding]:
             f"{_change(study, EULER)} ({describe_scale(study)}, {seeds} seeds).",
         ),
         MainFinding(
-            "The optimizer does more than any dial.",
-            "AdamW instead of Muon changes the perplexity of standard attention from `modern` by "
-            f"{_change(study, ADAMW_MODERN)}.",
+            "On a weak baseline the gain is the linear drift, and a free init does more.",
+            f"There q + Δ·k alone changes {_pair(study, WEAK_DRIFT, WEAK_REFERENCE)}, the network of `euler` "
+            f"adds {_pair(study, WEAK_EULER, WEAK_DRIFT)}, and uncoupled networks change "
+            f"{_pair(study, UNCOUPLED, WEAK_REFERENCE)}.",
         ),
         MainFinding(
-            "A slow path shows no gain for language modeling at this size.",
-            f"It changes perplexity by {_change(slow, f'slow{MUON}@modern')} ({describe_scale(slow)}).",
+            "On the best baseline no dial does what the optimizer does.",
+            f"`euler` changes {_change(study, EULER)}, a slow path {_change(slow, f'slow{MUON}@modern')} "
+            f"({describe_scale(slow)}); AdamW instead of Muon changes {_change(study, ADAMW_MODERN)}.",
         ),
     ]
 
 
 def _change(comparison: Comparison, name: str, against: str | None = None) -> str:
     """Return the change of perplexity with its interval and verdict: `−1.2% (−2.0…−0.4; helps)`."""
-    difference, verdict = judged_difference(comparison, name, against)
+    return _text(*judged_difference(comparison, name, against))
+
+
+def _pair(comparison: Comparison, name: str, against: str) -> str:
+    """Return the change between two arms, tested alone, in the form of `_change`."""
+    return _text(*compare_arms(comparison, name, against))
+
+
+def _text(difference: PairedDifference | BlockedDifference | None, verdict: Verdict) -> str:
     return f"{format_change(difference)[:-1]}; {verdict})"

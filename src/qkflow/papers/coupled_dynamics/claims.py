@@ -21,6 +21,7 @@ REFERENCE, EULER = f"standard{MUON}", f"euler{MUON}@modern"
 WEAK_REFERENCE, WEAK_EULER = "standard{train.lr=0.006}@fan_in", "euler@fan_in"
 WEAK_SYMMETRIC = "symmetric@fan_in"
 ADAMW_MODERN = "standard{train.lr=0.003}@modern"
+WEAK_DRIFT, WEAK_AFFINE = "drift@fan_in", "affine@fan_in"
 LEAPFROG, SEVEN_STEPS, UNCOUPLED = "leapfrog@fan_in", "euler:n=7@fan_in", "uncoupled@fan_in"
 AFFINE = f"affine{MUON}@modern"
 DIFFERENTIAL, AFFINE_DIFFERENTIAL = (

@@ -23,6 +23,8 @@ from qkflow.papers.coupled_dynamics.claims import (
     SEVEN_STEPS,
     STUDY,
     UNCOUPLED,
+    WEAK_AFFINE,
+    WEAK_DRIFT,
     WEAK_EULER,
     WEAK_REFERENCE,
     WEAK_SYMMETRIC,
@@ -30,7 +32,6 @@ from qkflow.papers.coupled_dynamics.claims import (
 from qkflow.report.tables import format_change
 from qkflow.studies import Comparison
 
-WEAK_AFFINE, WEAK_DRIFT = "affine@fan_in", "drift@fan_in"
 SEVEN_SHORT_STEPS = "euler{n=7,step=0.0143,train.lr=0.006}@fan_in"
 WEAK_AFFINE_SYMMETRIC = "affine{train.lr=0.006}@fan_in+symmetric=1"
 NOT_RUN = ("–", "not run")
