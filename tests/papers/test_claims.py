@@ -25,7 +25,8 @@ from qkflow.papers.claims import (
     judged_difference,
 )
 from qkflow.papers.coupled_dynamics import claims as arms
-from qkflow.papers.findings import main_findings
+from qkflow.papers.faster_qk.claims import read_change
+from qkflow.papers.findings import SHARPER, main_findings
 from qkflow.papers.ledger import CLAIMS_BY_DIAL
 from qkflow.studies import compare, save_record
 from qkflow.studies.design import Verdict
@@ -125,8 +126,11 @@ def test_titles_of_the_findings_hold() -> None:
     assert pair(arms.WEAK_DRIFT, arms.WEAK_REFERENCE)[1] == Verdict.HELPS
     assert pair(arms.WEAK_SYMMETRIC, arms.WEAK_DRIFT)[1] == Verdict.HELPS
     assert pair(arms.WEAK_EULER, arms.WEAK_DRIFT)[1] in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
+    pace = {name: read_change(results.output("pace-hatexplain"), name) for name in SHARPER}
+    assert pace.pop("performance").is_within(0.02)
+    assert {change.verdict for change in pace.values()} == {"raises"}
     for finding in main_findings(results):
-        assert re.search(r"[+−][\d.]+% \([+−][\d.]+…[+−][\d.]+; [a-z]+\)", finding.text), finding.text
+        assert re.search(r"\([+−][\d.]+…[+−][\d.]+; [a-z ]+\)", finding.text), finding.text
 
 
 def test_claims_of_one_dial(capsys: pytest.CaptureFixture[str]) -> None:

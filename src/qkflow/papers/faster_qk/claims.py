@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from qkflow.papers.claims import Claim, Output
@@ -10,6 +11,13 @@ from qkflow.papers.costs import StudyCost
 from qkflow.report.tables import format_signed
 
 PAPER = "Vashisht & Ramaswamy, ICML 2026, arXiv 2608.06776"
+LABELS = {
+    "performance": "test performance",
+    "mass": "attention on the rationale",
+    "confidence": "attention confidence",
+    "qk_scale": "scale of the query-key circuit",
+}
+EQUAL_PERFORMANCE = 0.02  # test performance within two points counts as equal
 SYNTHETIC, FLOW = "qkflow pace synthetic", "qkflow pace flow"
 TASK_SCALE = "controlled task, one head"
 SHARE_TOLERANCE = 5.0  # points of the heatmap: larger than the spread over seeds
@@ -58,28 +66,52 @@ def _measure(output: Any, name: str, ratio: str) -> Any:
 def _study(task: str, measures: tuple[str, ...], expects: str) -> Output:
     """Return what the largest ratio of a pace study did to some measures."""
 
-    def verdicts(output: Any) -> list[tuple[str, Any, Any]]:
-        baseline, fastest = output["baseline"], output["rows"][-1]["ratio"]
-        return [
-            (name, _measure(output, name, baseline), _measure(output, name, fastest)) for name in measures
-        ]
+    def changes(output: Any) -> list[Change]:
+        return [read_change(output, name) for name in measures]
 
     def text(output: Any) -> str:
-        parts = [
-            f"{name.replace('_', ' ')} {before['mean']:.3g} → {after['mean']:.3g} ({after['verdict']})"
-            for name, before, after in verdicts(output)
-        ]
-        return f"{task}, r = {output['rows'][-1]['ratio']}: " + "; ".join(parts)
+        return f"{task}, r = {output['rows'][-1]['ratio']}: " + "; ".join(map(str, changes(output)))
 
     def supports(output: Any) -> bool | None:
-        results = {after["verdict"] for _, _, after in verdicts(output)}
-        if expects == "no change":
-            return False if "lowers" in results else None if "raises" in results else True
-        if "lowers" in results:
+        verdicts = {change.verdict for change in changes(output)}
+        if "lowers" in verdicts:
             return False
-        return True if results == {"raises"} else None
+        if expects == "no change":
+            return True if all(change.is_within(EQUAL_PERFORMANCE) for change in changes(output)) else None
+        return True if verdicts == {"raises"} else None
 
     return Output(f"pace-{task}", None, f"{task}, one layer", text, supports, seeds=5)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the largest ratio of a pace study did to a measure, with the interval of the difference."""
+
+    name: str
+    before: float
+    after: float
+    low: float
+    high: float
+    verdict: str
+
+    def is_within(self, bound: float) -> bool:
+        return -bound < self.low and self.high < bound
+
+    def __str__(self) -> str:
+        low, high = (f"{bound:+.3f}".replace("-", "−") for bound in (self.low, self.high))
+        label = LABELS.get(self.name, self.name)
+        return f"{label} {self.before:.3g} → {self.after:.3g} ({low}…{high}; {self.verdict})"
+
+
+def read_change(output: Any, name: str) -> Change:
+    """Read the change of a measure from the stored output of `qkflow pace study`."""
+    before, after = (
+        _measure(output, name, ratio) for ratio in (output["baseline"], output["rows"][-1]["ratio"])
+    )
+    difference = after["difference"]
+    return Change(
+        name, before["mean"], after["mean"], difference["low"], difference["high"], after["verdict"]
+    )
 
 
 def _first_look(variant: str, label: str) -> Output:
@@ -175,7 +207,7 @@ CLAIMS = (
         PAPER,
         "A larger r gives a larger scale of the query-key circuit",
         "larger QK scale",
-        (_study("agreement", ("qk_scale",), "raises"),),
+        (_study("agreement", ("qk_scale",), "raises"), _study("hatexplain", ("qk_scale",), "raises")),
     ),
     Claim(
         "pace-performance",
@@ -184,6 +216,7 @@ CLAIMS = (
         "SVA 92.4 → 93.4, HateXplain 55.7 → 56.9, SQuAD 56.1 → 56.9",
         (
             _study("agreement", ("performance",), "no change"),
+            _study("hatexplain", ("performance",), "no change"),
             _first_look("standard+pace=4@modern", "language modeling, r = 4 against 1, modern, AdamW"),
         ),
         to_settle="SQuAD needs a model that answers: pretraining on text and word vectors come first",
@@ -194,7 +227,10 @@ CLAIMS = (
         "Attention confidence and comprehensiveness rise",
         "AC: SVA 41.7 → 76.9, HateXplain 0 → 43.5, SQuAD 12.7 → 43.0; comprehensiveness .24 → .30, "
         ".40 → .48, .38 → .53",
-        (_study("agreement", ("confidence", "comprehensiveness"), "raises"),),
+        (
+            _study("agreement", ("confidence", "comprehensiveness"), "raises"),
+            _study("hatexplain", ("confidence", "comprehensiveness"), "raises"),
+        ),
         to_settle=StudyCost("agreement-single-knob", "hatexplain-single-knob", "squad-single-knob"),
     ),
 )
