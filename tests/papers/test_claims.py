@@ -126,8 +126,10 @@ def test_titles_of_the_findings_hold() -> None:
     assert pair(arms.WEAK_DRIFT, arms.WEAK_REFERENCE)[1] == Verdict.HELPS
     assert pair(arms.WEAK_SYMMETRIC, arms.WEAK_DRIFT)[1] == Verdict.HELPS
     assert pair(arms.WEAK_EULER, arms.WEAK_DRIFT)[1] in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
-    pace = {name: read_change(results.output("pace-hatexplain"), name) for name in SHARPER}
+    hatexplain = results.output("pace-hatexplain")
+    pace = {name: read_change(hatexplain, name, "10") for name in SHARPER}
     assert pace.pop("performance").is_within(0.02)
+    assert read_change(hatexplain, "performance", "30").verdict == "lowers"
     assert {change.verdict for change in pace.values()} == {"raises"}
     for finding in main_findings(results):
         assert re.search(r"\([+−][\d.]+…[+−][\d.]+; [a-z ]+\)", finding.text), finding.text
