@@ -121,7 +121,7 @@ class Paired:
         return Finding(
             text=f"{self.label}: {format_change(difference)}, {verdict}",
             scale=describe_scale(comparison),
-            seeds=difference.pairs,
+            seeds=difference.pairs if difference else 0,
             supports=_supports(verdict, self.expects),
             command=comparison.summary.command,
         )
@@ -236,9 +236,13 @@ class LedgerRow:
 
 
 def build_ledger(claims: Sequence[Claim], results: Results | None = None) -> list[LedgerRow]:
-    """Return every claim with its findings, from the stored results."""
+    """Return every claim with its findings, from the stored results. Arms without runs are left out."""
     results = results or Results()
-    return [LedgerRow(claim, tuple(item.read(results) for item in claim.evidence)) for claim in claims]
+    rows = []
+    for claim in claims:
+        findings = (item.read(results) for item in claim.evidence)
+        rows.append(LedgerRow(claim, tuple(finding for finding in findings if finding.seeds != 0)))
+    return rows
 
 
 def find_arm(comparison: Comparison, name: str) -> ArmSummary:
@@ -265,12 +269,12 @@ def judged_difference(
     return control, control.verdict
 
 
-def compare_arms(comparison: Comparison, name: str, against: str) -> tuple[PairedDifference, Verdict]:
-    """Return the paired difference of two arms and its verdict, without a correction for other arms."""
-    judged = judge_pairs(comparison, [(name, against)])
-    if not judged:
-        raise InputError(f"'{name}' and '{against}' share too few seeds for a verdict", code="too-few-seeds")
-    return judged[name, against]
+def compare_arms(comparison: Comparison, name: str, against: str) -> tuple[PairedDifference | None, Verdict]:
+    """Return the paired difference of two arms and its verdict, without a correction for other arms.
+
+    The difference is None if they share too few seeds for a verdict.
+    """
+    return judge_pairs(comparison, [(name, against)]).get((name, against), (None, Verdict.NO_VERDICT))
 
 
 def judge_pairs(
