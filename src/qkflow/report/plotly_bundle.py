@@ -2,9 +2,9 @@
 
 The bundle of the `plotly` package has all kinds of traces, maps and 3D included: three quarters of its code
 and of the time to load it. Scatter traces are part of its core; of the others, pages use heatmaps. The bundle
-is a list of CommonJS modules (`var NAME=W((exports,module)=>{…});`), and a module that needs another one calls
-it by name, so those that cannot be reached by name are left out. If another version of the bundle is laid out
-differently, it is embedded as it is.
+is a list of CommonJS modules (`var NAME=W((exports,module)=>{…});`), and a module that needs another one
+calls it by name, so those that cannot be reached by name are left out. If another version of the bundle is
+laid out differently, it is embedded as it is.
 """
 
 from __future__ import annotations
