@@ -101,6 +101,7 @@ def test_notebook_shows_escaped_cards(study: Path, hostile_study: Path) -> None:
     assert all(sentence.split(":")[0] in html for sentence in comparison.verdicts.values())
     assert "http" not in html
     assert "<script" not in load_comparison(hostile_study)._repr_html_()
+    assert repr(comparison).splitlines()[1:] == list(comparison.verdicts.values())
 
 
 def test_bundle_keeps_the_traces_of_our_figures() -> None:
