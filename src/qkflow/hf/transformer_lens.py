@@ -95,7 +95,8 @@ class QKFlowArchitectureAdapter(ArchitectureAdapter):
         decoder = hf_model.model.decoder
         if decoder.head is None:
             weight = decoder.embedding.weight
-            decoder.head = nn.Linear(*weight.shape[::-1], bias=False, device="meta")
+            vocab_size, dim = weight.shape
+            decoder.head = nn.Linear(dim, vocab_size, bias=False, device="meta")
             decoder.head.weight = nn.Parameter(weight.detach().clone())
 
 

@@ -94,7 +94,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         """Return folder and verdicts in a few lines; the fields hold every number of every run."""
-        return "\n".join((f"Comparison({str(self.folder)!r}): {self.summary.headline}", *self.verdicts.values()))
+        first = f"Comparison({str(self.folder)!r}): {self.summary.headline}"
+        return "\n".join((first, *self.verdicts.values()))
 
     def _repr_html_(self) -> str:
         """Return the verdict cards, which a notebook shows for the last value of a cell."""
