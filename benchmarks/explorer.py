@@ -49,6 +49,7 @@ HOVER = f"""async index => ({FRAME})(() => document.querySelectorAll("#tokens bu
   .dispatchEvent(new PointerEvent("pointerover", {{ bubbles: true }})))"""
 SWITCH = f"""async index => ({FRAME})(() => document.querySelectorAll("#grid button")[index].click())"""
 READY = "body[data-state=ready]"
+BARS = {"open_s": "1.5 / 6", "hover_ms": "50 /", "head_ms": "50 /", "memory_mb": "/ 500"}
 
 
 def main(rounds: int = 5, threads: int = 2, json: bool = False) -> None:
@@ -60,21 +61,21 @@ def main(rounds: int = 5, threads: int = 2, json: bool = False) -> None:
         json: print one JSON object.
     """
     rows = {}
-    for name, tokens in (("60m, 128 tokens", 128), ("60m (8 layers × 8 heads), 1,024 tokens", 1024)):
+    for name, tokens in (("60m, 128 tokens", 128), ("8×8 heads, 1,024 tokens", 1024)):
         with tempfile.TemporaryDirectory() as folder:
             decoder = Decoder(preset("60m"), seed=0)
             weights = pretrained.full_state_dict(decoder)
             pretrained.save_model(Path(folder) / "model", decoder.config, weights, ByteTokenizer())
             del decoder, weights
             rows[name] = measure(Path(folder), tokens, rounds, threads)
-        print(f"{name}: {rows[name]}", file=sys.stderr)
     if json:
         console.emit_json(rows)
         return
-    for name, row in rows.items():
-        print(name)
-        for key, value in row.items():
-            print(f"  {key:<12} {value}")
+    print(f"{'':<14}" + "".join(f"{name:>24}" for name in rows) + f"{'bar':>16}")
+    for key in next(iter(rows.values())):
+        values = "".join(f"{row[key]:>24}" for row in rows.values())
+        print(f"{key:<14}{values}{BARS.get(key, ''):>16}")
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 
 def measure(folder: Path, tokens: int, rounds: int, threads: int) -> dict[str, Any]:

@@ -87,7 +87,8 @@ def test_repository_paths_exist(page: Path) -> None:
 @each_page
 def test_dotted_names_exist(page: Path) -> None:
     names = set(re.findall(r"\bqkflow(?:\.[a-zA-Z_]\w*)+", page.read_text("utf-8")))
-    for name in names - {"qkflow.couplings", "qkflow.fish"}:  # the entry-point group, a file
+    # the entry-point group, a file, a module that needs a package which is not a dependency
+    for name in names - {"qkflow.couplings", "qkflow.fish", "qkflow.hf.transformer_lens"}:
         resolve(name)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from explored import TEXT, small_model
 from qkflow.explore.capture import label_tokens, quantize
-from qkflow.measures.induction import head_scores, induction_score, repeated_sequences
+from qkflow.measures.induction import induction_score, repeated_sequences
 
 COUPLINGS = ("none", "drift:n=2", "euler:n=3", "leapfrog:n=3", "affine", "uncoupled:n=2", "nonlinear_query")
 
@@ -114,12 +114,12 @@ def test_induction_score_of_any_text() -> None:
     assert twice.isnan().all()
 
 
-def test_random_scores_are_those_of_the_probe() -> None:
+def test_random_scores_are_those_of_the_random_text() -> None:
     model = small_model()
-    model.vocab_size = 257
-    ids = repeated_sequences(257, 1)
-    expected = torch.tensor(head_scores(model.decoder, ids)["previous_token"])
-    torch.testing.assert_close(torch.tensor(model.random_scores["previous_token"]), expected)
+    measures = model.capture(model.random_text(seed=0)).measures
+    for name in ("induction", "previous_token"):
+        expected = torch.tensor(measures[name])
+        torch.testing.assert_close(torch.tensor(model.random_scores[name]), expected)
 
 
 def test_measures_match_the_weights() -> None:
@@ -146,3 +146,12 @@ def test_random_text_repeats_itself() -> None:
     assert text == model.random_text(seed=3) != model.random_text(seed=4)
     half = len(text) // 2
     assert text[:half] == text[half:]
+
+
+def test_random_text_has_the_words_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    words = [f"{a}{b}" for a in "bdfg" for b in "aeiou"]
+    monkeypatch.setattr(model, "decode", lambda ids: f" {words[ids[0] % len(words)]}")
+    text = model.random_text(seed=3).split()
+    assert text[: len(words)] == text[len(words) :]
+    assert sorted(text[: len(words)]) == sorted(words)

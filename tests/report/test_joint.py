@@ -17,7 +17,7 @@ from qkflow.cli.main import dispatch
 from qkflow.report import live_server
 from qkflow.report.alternatives import figure_table
 from qkflow.report.joint import joint_figure, joint_rows, render_studies, study_names
-from qkflow.report.plotly_bundle import TRACES, select_traces
+from qkflow.report.plotly_bundle import TRACES, drop_unused_modules, plotly_bundle, select_traces
 from qkflow.studies import load_comparison, save_record
 
 
@@ -101,6 +101,7 @@ def test_notebook_shows_escaped_cards(study: Path, hostile_study: Path) -> None:
     assert all(sentence.split(":")[0] in html for sentence in comparison.verdicts.values())
     assert "http" not in html
     assert "<script" not in load_comparison(hostile_study)._repr_html_()
+    assert repr(comparison).splitlines()[1:] == list(comparison.verdicts.values())
 
 
 def test_bundle_keeps_the_traces_of_our_figures() -> None:
@@ -111,6 +112,20 @@ def test_bundle_keeps_the_traces_of_our_figures() -> None:
     assert 100 < len(script) - len(selected) < 1000, "the list of traces is shorter, nothing else"
     assert select_traces(script, ("heatmap", "no such trace")) == script
     assert select_traces("another layout", TRACES) == "another layout"
+
+
+def test_bundle_has_only_modules_that_are_used() -> None:
+    script = (
+        "start;x({});var used=W((e,m)=>{m.exports=two()});var one=W(e=>{e.x=1});var rest=1;es=Ea(()=>{es()});"
+        "var two=W((e,m)=>{m.exports=2});var last=W(()=>{used()});end"
+    )
+    kept = drop_unused_modules(script)
+    assert kept.count("var ") == 3
+    assert "one=W" not in kept
+    assert "es=Ea" not in kept
+    assert drop_unused_modules(script.replace("used()", "used(es)")).count("var ") == 5
+    assert drop_unused_modules("another layout") == "another layout"
+    assert len(plotly_bundle().deflated) < 700_000
 
 
 def test_live_server_that_fails_does_not_end_the_study(

@@ -17,7 +17,7 @@ from qkflow.config_io import check_utf8
 from qkflow.errors import InputError
 from qkflow.explore.capture import Capture, ForwardPass, collect_layers, finite, label_tokens
 from qkflow.measures.attribution import Classifier
-from qkflow.measures.induction import HALF_LENGTH, induction_score, previous_token_score, repeated_sequences
+from qkflow.measures.induction import induction_score, previous_token_score
 
 MAX_WEIGHTS = 160_000_000  # of all heads together: one byte each, on the server and in the page
 LOSS_ROWS = 256  # logits of this many tokens at a time
@@ -161,9 +161,11 @@ class ExplorableModel(ABC):
 
     @cached_property
     def random_scores(self) -> dict[str, list[list[float]]]:
-        """Induction and previous-token score of every head on repeated random tokens."""
-        half = min(HALF_LENGTH, self.max_tokens // 2)
-        ids = repeated_sequences(self.vocab_size, 1, half)[0].to(self.device)
+        """Induction and previous-token score of every head on random words that are repeated.
+
+        Words, because most byte tokens of a small tokenizer have never been trained.
+        """
+        ids = torch.tensor(self.encode(self.random_text(0))[: self.max_tokens], device=self.device)
         scores: dict[str, list[list[float]]] = {"induction": [], "previous_token": []}
         with torch.no_grad():
             for weights in self.forward(ids, frozenset()).weights:
@@ -197,13 +199,16 @@ class ExplorableModel(ABC):
     def random_text(self, seed: int, words: int = 24) -> str:
         """Return random words and the same words again: a text that shows induction heads."""
         generator = random.Random(seed)
-        candidates: set[str] = set()
-        for token in generator.sample(range(self.vocab_size), min(self.vocab_size, 4096)):
-            word = self.decode([token]).strip()
-            if word.isascii() and word.isalpha() and 3 <= len(word) <= 8:
-                candidates.add(word)
-        if len(candidates) < words:  # a byte tokenizer
-            half = "".join(generator.sample("abcdefghijklmnopqrstuvwxyz", min(words, 26)))
-            return half + half
-        chosen = generator.sample(sorted(candidates), words)
-        return " ".join([*chosen, *chosen])
+        sample = generator.sample(range(self.vocab_size), min(self.vocab_size, 4096))
+        tokens = {self.decode([token]).strip() for token in sample}
+        for shortest in (3, 2):  # a small vocabulary may have short words only
+            candidates = [word for word in sorted(tokens) if _is_word(word, shortest)]
+            if len(candidates) >= words // 2:
+                chosen = generator.sample(candidates, min(words, len(candidates)))
+                return " ".join([*chosen, *chosen])
+        half = "".join(generator.sample("abcdefghijklmnopqrstuvwxyz", min(words, 26)))  # a byte tokenizer
+        return half + half
+
+
+def _is_word(text: str, shortest: int) -> bool:
+    return text.isascii() and text.isalpha() and shortest <= len(text) <= 8

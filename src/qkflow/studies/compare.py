@@ -60,7 +60,7 @@ _FIXED_BY_RESULTS = (
 PrepareDataFn = Callable[[ComparisonConfig], Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """A study's folder, the summary of its runs, and the runs themselves."""
 
@@ -91,6 +91,11 @@ class Comparison:
     @property
     def is_complete(self) -> bool:
         return self.summary.is_complete
+
+    def __repr__(self) -> str:
+        """Return folder and verdicts in a few lines; the fields hold every number of every run."""
+        first = f"Comparison({str(self.folder)!r}): {self.summary.headline}"
+        return "\n".join((first, *self.verdicts.values()))
 
     def _repr_html_(self) -> str:
         """Return the verdict cards, which a notebook shows for the last value of a cell."""

@@ -39,7 +39,7 @@ function shownView() {
   return shared.views[Number(state.show)] || shared.views[0];
 }
 
-// A measure of the shown view; scores on random tokens belong to the model.
+// A measure of the shown view; scores on random words belong to the model.
 function measure(name, layer, head) {
   if (name !== "random_induction") return shownView().measure(name, layer, head);
   const score = index => shared.models[index].random_scores.induction[layer]?.[head] ?? null;
@@ -98,7 +98,7 @@ function drawHead() {
   find("layer").value = String(layer);
   find("head").value = String(head);
   const names = [["entropy", "entropy"], ["sink_mass", "sink mass"], ["induction", "induction"],
-    ["previous_token", "previous token"], ["random_induction", "induction, random tokens"], ["step_size", "Δ"]];
+    ["previous_token", "previous token"], ["random_induction", "induction, random words"], ["step_size", "Δ"]];
   find("measures").textContent = names.map(([name, text]) => [text, measure(name, layer, head)])
     .filter(([text, value]) => value !== null || text === "induction")
     .map(([text, value]) => value === null ? `${text} – (no token occurs twice)` : `${text} ${number(value)}`).join(" · ");

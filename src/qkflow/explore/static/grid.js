@@ -6,7 +6,7 @@ import { isOff, state } from "./state.js";
 const THUMB = 96; // pixels
 export const SORTS = {
   layer: "layer", entropy: "entropy", sink_mass: "sink mass", induction: "induction",
-  previous_token: "previous token", random_induction: "induction, random tokens",
+  previous_token: "previous token", random_induction: "induction, random words",
 };
 const ASCENDING = new Set(["entropy"]);
 
