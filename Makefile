@@ -4,7 +4,7 @@ BIN    := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit bench tables docs docs-serve screenshots clean
+.PHONY: help demo test lint types unit soak wheel-check bench tables docs docs-serve screenshots clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 13
@@ -38,12 +38,19 @@ types: .venv/.dev
 unit: .venv/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
+soak: .venv/.dev  ## Train 10,000 steps, report 200 runs, kill and interrupt; print counts (minutes)
+	$(BIN)/python tests/soak.py
+
+wheel-check: .venv/.base  ## Build the wheel and install it, without constraints, into a clean environment
+	$(BIN)/python tests/wheel_check.py
+
 bench: .venv/.base  ## Print time, FLOPs and memory relative to standard attention
 	$(BIN)/qkflow bench
 
-tables: .venv/.base  ## Rewrite the generated tables and figures of README.md and docs/
+tables: .venv/.dev  ## Rewrite the generated tables and figures of README.md and docs/
 	$(BIN)/python docs/generate_tables.py
 	$(BIN)/python docs/generate_figures.py
+	$(BIN)/python docs/generate_licenses.py
 
 docs: .venv/.docs  ## Build the documentation into site/
 	$(BIN)/zensical build --clean --strict

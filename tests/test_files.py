@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import threading
 from pathlib import Path
 
@@ -78,3 +80,34 @@ def test_lock_folder_excludes_another_process(tmp_path: Path) -> None:
         process.join()
     with files.lock_folder(tmp_path / "folder"):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_system_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    for on_wait in (None, pytest.fail):
+        with files.lock_folder(tmp_path, on_wait=on_wait):
+            pass
+    assert capsys.readouterr().err.count("has no locks") == 1
+
+
+def test_write_to_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
+    """A real limit of the file size, in a process of its own."""
+    resource = pytest.importorskip("resource")
+    files.write_atomic(tmp_path / "file", "old")
+    if (pid := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # Python ignores SIGXFSZ
+        try:
+            files.write_atomic(tmp_path / "file", "new" * 1000)
+        except OSError as error:
+            os._exit(10 + files.is_disk_full(error))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]

@@ -65,11 +65,16 @@ def test_unknown_command_suggests_the_nearest() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_bad_input_is_one_sentence_and_exit_code_two() -> None:
-    done = run("bench", "--level", "attention", "--variants", "eulr")
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "did you mean 'euler" in done.stderr
+def test_bad_input_is_one_sentence_and_exit_code_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["qkflow", "bench", "--level", "attention", "--variants", "eulr"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    printed = capsys.readouterr().err
+    assert len(printed.strip().splitlines()) == 1
+    assert "did you mean 'euler" in printed
 
 
 @pytest.mark.parametrize(
@@ -104,28 +109,23 @@ def test_import_of_the_old_hub_package_names_the_new_one() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example_and_json(name: str) -> None:
-    done = run(*name.split(), "--help", COLUMNS="200")
-    assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout
-    assert f"  qkflow {name}" in done.stdout.partition("\nexamples:\n")[2]
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_every_command_has_help_with_an_example_and_json(
+    name: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as exit:
+        cli.dispatch([*name.split(), "--help"])
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--json" in printed
+    assert f"qkflow {name}" in " ".join(printed.partition("\nexamples:\n")[2].split())
 
 
-def test_bench_prints_one_json_object() -> None:
-    arguments = (
-        "--level",
-        "attention",
-        "--variants",
-        "euler n=1,none",
-        "--quick",
-        "--rounds",
-        "3",
-        "--dim",
-        "32",
-    )
-    done = run("bench", *arguments, "--n-heads", "4", "--json")
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+def test_bench_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--level attention --quick --rounds 3 --dim 32 --n-heads 4 --threads 1 --json"
+    assert cli.dispatch(["bench", "--variants", "euler n=1,none", *options.split()]) == 0
+    printed = json.loads(capsys.readouterr().out)
     assert {row["variant"] for row in printed["rows"]} == {"euler", "none"}
     for row in printed["rows"]:
         assert row["low"] <= row["ratio"] <= row["high"]

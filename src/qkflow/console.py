@@ -17,8 +17,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-out = Console()  # results
-err = Console(stderr=True)  # progress and warnings: never mixed into --json
+
+class PipedConsole(Console):
+    """Console that raises BrokenPipeError for a closed pipe, as `print` does, instead of exiting with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+out = PipedConsole()  # results
+err = PipedConsole(stderr=True)  # progress and warnings: never mixed into --json
 
 
 def progress_bar(*extra: TextColumn) -> Progress:

@@ -15,6 +15,7 @@ import pytest
 from corpus_files import write_corpus
 from input_errors import raises_code
 from qkflow.data import prepare
+from qkflow.data.cache import default_cache_dir
 from qkflow.data.token_set import open_token_set
 
 CHILD = """
@@ -122,3 +123,12 @@ def test_read_only_cache_can_be_read(corpus: Path, cache: Path) -> None:
     finally:
         for folder in (cache, *cache.iterdir()):
             folder.chmod(0o755)
+
+
+def test_user_without_a_home_folder_is_told_to_set_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with a user id without an account."""
+    for name in ("HOME", "USERPROFILE", "XDG_CACHE_HOME", "LOCALAPPDATA", "QKFLOW_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 12345)
+    with raises_code("no-home"):
+        default_cache_dir()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from qkflow import console
 from qkflow.cli.commands.compare import print_comparison
+from qkflow.cli.main import main
 from qkflow.report.tables import (
     format_difference,
     format_number,
@@ -25,10 +26,20 @@ from qkflow.report.tables import (
 from qkflow.studies import load_comparison
 from qkflow.studies.stats import PairedDifference
 
+QkflowCommand = Callable[..., tuple[object, str, str]]
 
-def qkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", "from qkflow.cli.main import main; main()", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, timeout=120)
+
+@pytest.fixture
+def qkflow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> QkflowCommand:
+    """Return a function that runs a command in this process: exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["qkflow", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        return exit.value.code, *capsys.readouterr()
+
+    return run
 
 
 def test_table_fits_80_columns(study: Path) -> None:
@@ -38,6 +49,20 @@ def test_table_fits_80_columns(study: Path) -> None:
     assert all(len(line) <= 80 for line in lines)
     for words in ("leapfrog:n=7", "undecided", "reference", "helps", "hurts", "−10.4%"):
         assert words in text.getvalue()
+
+
+def test_narrow_terminal_has_every_verdict(
+    study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "out", Console(width=40))
+    comparison = load_comparison(study)
+    assert print_comparison(comparison, json=False) == 0
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 40 for line in printed.splitlines() if not line.startswith("report: "))
+    for sentence in comparison.verdicts.values():
+        assert sentence in " ".join(printed.split())
+    for words in ("leapfrog:n=7", "−10.4%", "undecided"):
+        assert words in printed.partition("Δ:")[0]
 
 
 def test_number_formats() -> None:
@@ -53,10 +78,10 @@ def test_number_formats() -> None:
     assert format_percent(None) == "–"
 
 
-def test_report_prints_one_json_object(study: Path) -> None:
-    done = qkflow("report", str(study), "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["variants"][0]["variant"] == "euler"
+def test_report_prints_one_json_object(study: Path, qkflow: QkflowCommand) -> None:
+    code, out, err = qkflow("report", str(study), "--json")
+    assert code == 0, err
+    assert json.loads(out)["variants"][0]["variant"] == "euler"
     for name in ("report.html", "summary.json", "summary.csv", "curves.csv"):
         assert (study / name).is_file()
 
@@ -82,12 +107,14 @@ def test_incomplete_study_prints_failures_and_returns_1(
         (["reproduce", "fastslow"], "unknown-recipe"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], code: str) -> None:
-    done = qkflow(*arguments)
-    assert done.returncode == 2
-    assert f"[{code}]" in done.stderr
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], code: str, qkflow: QkflowCommand
+) -> None:
+    exit_code, out, err = qkflow(*arguments)
+    assert exit_code == 2
+    assert f"[{code}]" in err
+    assert out == ""
+    assert len(err.strip().splitlines()) == 1
 
 
 def test_csv_columns() -> None:

@@ -1,7 +1,7 @@
-"""Run a worker repeatedly and kill it: `python kill_worker.py FOLDER random|exact SEED`.
+"""Run a worker repeatedly and kill it: `python kill_worker.py FOLDER random SEED|exact STRIDE`.
 
 Workers are forked, so that all of them pay for one import. `random` kills 20 times after a random time;
-`exact` kills before every single file operation of saving a checkpoint, one worker each.
+`exact` kills before every STRIDE-th file operation of saving a checkpoint, one worker each.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def progress(folder: Path) -> float:
     return max(steps, default=0) / (RunConfig.load(folder / "config.yaml").train.steps or 1)
 
 
-def kill_exactly(folder: Path) -> tuple[int, int]:
+def kill_exactly(folder: Path, stride: int) -> tuple[int, int]:
     kills = while_writing = 0
-    while wait(start_worker(folder, die_at=kills + 1)) == -signal.SIGKILL:
+    while wait(start_worker(folder, die_at=kills * stride + 1)) == -signal.SIGKILL:
         kills += 1
         while_writing += any(folder.glob("checkpoints/.*.part"))
         if kills >= 40:
@@ -88,9 +88,8 @@ def kill_exactly(folder: Path) -> tuple[int, int]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    kills, while_writing = (
-        kill_at_random(folder, int(sys.argv[3])) if sys.argv[2] == "random" else kill_exactly(folder)
-    )
+    kill = kill_at_random if sys.argv[2] == "random" else kill_exactly
+    kills, while_writing = kill(folder, int(sys.argv[3]))
     code = wait(start_worker(folder))
     print(f"{kills} kills, {while_writing} while a checkpoint was being written, exit code {code}")
     sys.exit(code)

@@ -12,7 +12,9 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
+from qkflow import files, streams
 from qkflow.errors import InputError, unknown
 
 # name on the command line -> (module under qkflow.cli.commands, function, one line of help)
@@ -178,26 +180,47 @@ def dispatch(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
+    streams.configure_streams()
     # Transparent huge pages for large tensors on Linux: decoding reads weights about 10% faster
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
-        code = dispatch(disable_color(sys.argv[1:]))
+        code = _dispatch_and_flush(disable_color(sys.argv[1:]))
     except InputError as error:
-        if os.environ.get("QKFLOW_DEBUG"):
-            raise
-        print(error.to_line(), file=sys.stderr)
-        code = 2
-    except BrokenPipeError:  # the reader of stdout has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        code = _report(error, 2)
+    except BrokenPipeError:  # the reader of stdout or stderr has closed it
+        code = 141  # 128 + SIGPIPE
     except OSError as error:
-        if os.environ.get("QKFLOW_DEBUG"):
-            raise
-        path = f" ({error.filename})" if error.filename else ""
-        message = " ".join(str(error.strerror or error).split())
-        print(InputError(f"{message}{path}", code="os-error").to_line(), file=sys.stderr)
-        code = 2
+        code = _report(_describe_os_error(error), 2)
     except KeyboardInterrupt:
-        print("qkflow: interrupted", file=sys.stderr)
-        code = 130
+        code = _report("qkflow: interrupted", 130)
+    finally:
+        streams.discard_unwritable()
     sys.exit(code)
+
+
+def _dispatch_and_flush(argv: Sequence[str]) -> int:
+    """Run a command. Raise OSError if its output cannot be written, instead of a warning at exit."""
+    try:
+        code = dispatch(argv)
+    except SystemExit as error:  # of tyro: help, or wrong usage
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    sys.stdout.flush()
+    return code
+
+
+def _report(error: InputError | str, code: int) -> int:
+    """Print an error as one line, with a traceback if QKFLOW_DEBUG is set. Return the exit code."""
+    if isinstance(error, InputError) and os.environ.get("QKFLOW_DEBUG"):
+        raise
+    with suppress(OSError):  # stderr may be closed too
+        print(error.to_line() if isinstance(error, InputError) else error, file=sys.stderr)
+    return code
+
+
+def _describe_os_error(error: OSError) -> InputError:
+    path = f" ({error.filename})" if error.filename else ""
+    if files.is_disk_full(error):
+        remedy = "free some space, then run the same command again"
+        return InputError(f"the disk is full{path}: {remedy}", code="disk-full")
+    message = " ".join(str(error.strerror or error).split())
+    return InputError(f"{message}{path}", code="os-error")

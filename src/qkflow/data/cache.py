@@ -9,7 +9,6 @@ staging/KEY   a set that is being written
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -21,18 +20,25 @@ from pathlib import Path
 from qkflow import files
 from qkflow.errors import InputError
 
-_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 def default_cache_dir() -> Path:
     """Return $QKFLOW_CACHE, or `qkflow` in the user's cache folder."""
     if path := os.environ.get("QKFLOW_CACHE"):
         return Path(path).expanduser()
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "qkflow"
+        return _home() / "Library" / "Caches" / "qkflow"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "qkflow"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qkflow"
+        return Path(os.environ.get("LOCALAPPDATA") or _home()) / "qkflow"
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "qkflow"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and a user id without an account, as in some containers
+        raise InputError(
+            "this user has no home folder for the cache: set QKFLOW_CACHE to a folder", code="no-home"
+        ) from None
 
 
 class TokenSetCache:
@@ -96,7 +102,7 @@ class TokenSetCache:
         try:
             yield
         except OSError as error:
-            if error.errno in _DISK_FULL_ERRNOS:
+            if files.is_disk_full(error):
                 raise InputError(
                     f"no space left for the cache {self.folder}: free some, or set QKFLOW_CACHE to a folder "
                     "on another disk",

@@ -111,7 +111,7 @@ def is_run_dir(path: Path) -> bool:
     for config_path in (path / "config.json", path / "model" / "config.json"):
         if config_path.is_file():
             try:
-                config = json.loads(config_path.read_text())
+                config = json.loads(config_path.read_bytes())
             except ValueError:
                 return False
             return isinstance(config, dict) and "format" in config

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from qkflow.studies.stats import PairedDifference
 
 _CURVE_COLUMNS = ("step", "tokens", "seconds", "flops", "loss", "perplexity", "bits_per_byte")
+NARROW_WIDTH = 72  # columns of a terminal, below which the table has no costs
 VERDICT_STYLES = {
     Verdict.HELPS: "bold green",
     Verdict.HURTS: "bold red",
@@ -82,24 +83,32 @@ def format_change(difference: PairedDifference | BlockedDifference | None) -> st
     return f"{mean} ({interval})"
 
 
-def terminal_table(summary: StudySummary) -> Table:
-    """Return a table that fits 80 columns with names of usual length."""
+def terminal_table(summary: StudySummary, width: int = 80) -> Table:
+    """Return a table that fits 80 columns with names of usual length; without costs, it fits 40."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
-    table.caption = f"Δ: {summary.metric} against the reference. tokens, time: to reach its final loss."
-    if summary.noise_floor:
-        table.caption += " A/A: the reference against itself with other seeds."
-    table.add_column("variant", overflow="fold")
+    is_narrow = width < NARROW_WIDTH
     by_bits = summary.metric == "bits per byte"
-    for name in ("bits/B" if by_bits else "ppl", "Δ", "interval", "tokens", "time", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    names = ("variant", "bits/B" if by_bits else "ppl", "Δ", "interval", "tokens", "time", "step", "verdict")
+    shown = (0, 2, 7) if is_narrow else range(len(names))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    table.caption = f"Δ: {summary.metric} against the reference."
+    table.caption += "" if is_narrow else " tokens, time: to reach its final loss."
+    table.caption += " A/A: the reference against itself with other seeds." if summary.noise_floor else ""
+    for i in shown:
+        if names[i] == "variant":
+            table.add_column(names[i], overflow="fold")
+        else:
+            table.add_column(names[i], justify="left" if names[i] == "verdict" else "right", no_wrap=True)
+
+    def add_row(*cells: Text | str) -> None:
+        table.add_row(*(cells[i] for i in shown))
+
     for arm in summary.arms:
         cost = arm.cost
-        table.add_row(
+        add_row(
             Text(arm.variant, "bold").append(f"\n{arm.best_init}", "dim not bold"),
             format_number(arm.bits_per_byte, ".3f") if by_bits else format_number(arm.perplexity, ".2f"),
             *format_difference(arm.difference),
@@ -111,7 +120,7 @@ def terminal_table(summary: StudySummary) -> Table:
         )
     if summary.noise_floor:
         floor = format_difference(summary.noise_floor.difference)
-        table.add_row(Text("A/A", "dim"), "", *floor, "", "", "", Text("noise floor", "dim"))
+        add_row(Text("A/A", "dim"), "", *floor, "", "", "", Text("noise floor", "dim"))
     return table
 
 

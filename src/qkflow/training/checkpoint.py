@@ -37,6 +37,7 @@ from torch import Tensor
 
 from qkflow import files
 from qkflow.errors import InputError
+from qkflow.files import DiskFullError
 from qkflow.training.distributed import DistContext
 from qkflow.training.tensor_file import write_tensors
 
@@ -50,10 +51,6 @@ MessageHandler = Callable[[str], None]
 
 class CorruptCheckpointError(Exception):
     """A checkpoint file is missing, damaged or incomplete. The message names it."""
-
-
-class DiskFullError(OSError):
-    """A checkpoint cannot be written. Nothing of it remains, and older checkpoints are intact."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +157,19 @@ class CheckpointManager:
         if not self.folder.is_dir():
             return []
         return sorted(p for p in self.folder.iterdir() if re.fullmatch(r"step-\d{8,}", p.name))
+
+    def last_step(self) -> int | None:
+        """Return the step of the newest checkpoint, None if there is none. It is not verified."""
+        paths = self._list_checkpoints()
+        return int(paths[-1].name.removeprefix("step-")) if paths else None
+
+    def remove_older(self) -> bool:
+        """Remove all checkpoints but the newest, to make room for the model. Return whether there was one."""
+        older = self._list_checkpoints()[:-1]
+        for path in older:
+            self.on_message(f"the disk is full: removing the older checkpoint {path.name}")
+            files.remove_folder(path)
+        return bool(older)
 
     def _remove_partial_checkpoints(self) -> None:
         """Remove incomplete checkpoints of a killed process."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from qkflow import files
 from qkflow.data import EvalWindows, TokenSet, TrainWindows, prepare
 from qkflow.errors import InputError
+from qkflow.files import DiskFullError
 from qkflow.measures.circuits import CircuitTracker
 from qkflow.measures.language import EvalResult, evaluate_loss
 from qkflow.models import Decoder
@@ -26,7 +27,6 @@ from qkflow.training.checkpoint import (
     Checkpoint,
     CheckpointManager,
     CorruptCheckpointError,
-    DiskFullError,
     load_checkpoint,
 )
 from qkflow.training.config import RunConfig
@@ -60,7 +60,8 @@ def train(
     """Train in `folder`, resuming from its last checkpoint. Return the content of result.json.
 
     `config_to_save` is written to the folder after all checks, so that a config with errors writes nothing.
-    Raise StoppedError after a signal, and NonFiniteError if the loss becomes NaN or infinite.
+    Raise StoppedError after a signal, NonFiniteError if the loss becomes NaN or infinite, and DiskFullError
+    if metrics, model or result cannot be written; the last checkpoint is then intact.
     """
     callback = callback or Callback()
     with init_distributed(config.train.parallel, config.train.device) as dist_context:
@@ -70,7 +71,12 @@ def train(
             with lock_run_dir(folder, dist_context):
                 if config_to_save is not None and dist_context.is_main:
                     files.write_atomic(folder / RUN_CONFIG_FILE, config_to_save.to_yaml())
-                return trainer.train()
+                try:
+                    return trainer.train()
+                except OSError as error:
+                    if files.is_disk_full(error):
+                        raise trainer.disk_full_error(error) from error
+                    raise
 
 
 def _prepare_data(config: RunConfig, dist_context: DistContext) -> TokenSet:
@@ -382,14 +388,27 @@ class Trainer:
             | {"processes": self.dist_context.world_size},
         }
         if self.dist_context.is_main:
-            pretrained.save_model(
-                self.folder / MODEL_DIR,
-                self.model_config,
-                weights,
-                self.data.tokenizer,
-                seq_len=self.config.data.seq_len,
-            )
-            files.write_json(self.folder / RESULT_FILE, result)
+            try:
+                self._write_model_and_result(weights, result)
+            except OSError as error:
+                if not (files.is_disk_full(error) and self.checkpoints.remove_older()):
+                    raise
+                self._write_model_and_result(weights, result)
             shutil.rmtree(self.folder / CHECKPOINTS_DIR, ignore_errors=True)
         self.dist_context.barrier()
         return result
+
+    def _write_model_and_result(self, weights: dict[str, Tensor], result: dict[str, Any]) -> None:
+        seq_len = self.config.data.seq_len
+        pretrained.save_model(
+            self.folder / MODEL_DIR, self.model_config, weights, self.data.tokenizer, seq_len=seq_len
+        )
+        files.write_json(self.folder / RESULT_FILE, result)
+
+    def disk_full_error(self, error: OSError) -> DiskFullError:
+        """Return the error that says how to finish a run whose files do not fit on the disk."""
+        reason = error if isinstance(error, DiskFullError) else f"the disk of {self.folder} is full"
+        last = self.checkpoints.last_step()
+        start = "starts again" if last is None else f"resumes from step {last}"
+        remedy = f"free some space, then run the same command: it {start} and ends with the same result"
+        return DiskFullError(f"{reason}; {remedy}")

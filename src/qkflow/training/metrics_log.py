@@ -49,9 +49,11 @@ class MetricsLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
-        for writer in self._writers:
-            writer.close()
+        try:
+            self._file.close()
+        finally:
+            for writer in self._writers:
+                writer.close()
 
 
 def parse_row(line: bytes) -> MetricsRow | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,4 +21,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"}
         )
     except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))  # the only place where it names the reason
+        if code is not None:
+            number = int(code[1])
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise OSError(f"cannot write {path}: {error}") from error

@@ -16,9 +16,10 @@ from typing import NoReturn, get_args
 
 import torch
 
+from qkflow import files
 from qkflow.errors import InputError
+from qkflow.files import DiskFullError
 from qkflow.training.callbacks import Callback, StderrCallback
-from qkflow.training.checkpoint import DiskFullError
 from qkflow.training.config import ParallelMode, RunConfig
 from qkflow.training.loop import StoppedError, train
 from qkflow.training.run_dir import (
@@ -62,7 +63,16 @@ def run_worker(
         write_failure(folder, str(error))
         print(f"qkflow: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except DiskFullError as error:
+        return report_disk_full(error)
     return EXIT_FINISHED
+
+
+def report_disk_full(error: OSError) -> int:
+    """Print how to finish the run. No result.json is written: the run can be resumed with more space."""
+    reason = error if isinstance(error, DiskFullError) else f"the disk is full ({error.filename or error})"
+    print(InputError(str(reason), code="disk-full").to_line(), file=sys.stderr)
+    return EXIT_FAILED
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,12 +101,11 @@ def exit_code_of(folder: Path, run: Callable[[], int]) -> int:
     except PermissionError as error:
         print(f"qkflow: {error.strerror} ({error.filename})", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except DiskFullError as error:  # no result.json: the run can be resumed with more space
-        print(f"qkflow: {error}", file=sys.stderr)
-        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_FAILED
     except Exception as error:
+        if isinstance(error, OSError) and files.is_disk_full(error):
+            return report_disk_full(error)
         traceback.print_exc()
         write_failure(folder, f"{type(error).__name__}: {error}")
         return EXIT_FAILED

@@ -36,3 +36,25 @@ def test_unreadable_files(tmp_path: Path, name: str, content: bytes, code: str) 
     with raises_code(code) as raised:
         list(corpora.resolve(str(tmp_path / name)).iter_documents(ReadProgress()))
     assert str(tmp_path / name) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.txt", ["one", "", "two", "lines"]),
+        ("a.txt#paragraphs", ["one", "", "two", "lines"]),
+        ("a.txt#lines", ["one", "two"]),
+        ("a.jsonl", ['{"text": "one"}', "", '{"text": "two"}']),
+        ("a.csv", ["id,text", '1,"one', 'more"', "2,two"]),
+        ("a.tsv", ["id\ttext", "1\tone", "2\ttwo"]),
+    ],
+)
+def test_windows_line_ends_give_the_same_documents(tmp_path: Path, name: str, lines: list[str]) -> None:
+    """With and without the byte order mark that Windows programs write."""
+    found = []
+    for end, mark in (("\n", ""), ("\r\n", ""), ("\r\n", "\N{ZERO WIDTH NO-BREAK SPACE}")):
+        (tmp_path / name.partition("#")[0]).write_bytes((mark + "".join(f"{x}{end}" for x in lines)).encode())
+        corpus = corpora.resolve(str(tmp_path / name))
+        found.append([text for _, text in corpus.iter_documents(ReadProgress())])
+    assert found[0] == found[1] == found[2]
+    assert "".join(found[0])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,7 @@ def test_plan_grows_and_silent_runs_are_told_apart(tmp_path: Path) -> None:
     progress = StudyProgress(tmp_path)
     progress.update()
     key = progress.results_key
-    changed = (tmp_path / "runs" / "a" / "metrics.jsonl").stat().st_mtime
-    progress.update(changed + SILENT_AFTER + 1)
+    progress.update(time.monotonic() + SILENT_AFTER + 1)
     assert progress.runs["a"].status == "silent"
     assert progress.seconds_left() is None
     assert progress.results_key == key
@@ -64,6 +65,26 @@ def test_plan_grows_and_silent_runs_are_told_apart(tmp_path: Path) -> None:
     progress.update()
     assert list(progress.runs) == ["a", "b"]
     assert progress.results_key != key
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_clock_that_jumps_does_not_make_a_run_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    write_plan(tmp_path, "a")
+    append(tmp_path, "a", step=1, tokens=250, loss=3.0)
+    progress, start = StudyProgress(tmp_path), time.time()
+    progress.update()
+    monkeypatch.setattr(time, "time", lambda: start + jump)
+    progress.update()
+    assert progress.runs["a"].status == "running"
+    now = time.monotonic()
+    for name in ("config.yaml", "metrics.jsonl"):  # written after the jump
+        os.utime(tmp_path / "runs" / "a" / name, (start + jump, start + jump))
+    progress.update(now)
+    assert progress.runs["a"].status == "running"
+    progress.update(now + SILENT_AFTER + 1)
+    assert progress.runs["a"].status == "silent"
 
 
 def test_resumed_run_drops_the_repeated_part_of_its_curve(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def print_comparison(comparison: Comparison, json: bool, page: Path | None = Non
     if json:
         console.emit_json({**summary.to_dict(), "folder": str(comparison.folder)})
     else:
-        console.out.print(terminal_table(summary), *terminal_tables(summary.finetune))
+        table = terminal_table(summary, console.out.width)
+        console.out.print(table, *terminal_tables(summary.finetune))
         console.out.print()
         sentences = [*comparison.verdicts.values(), *(task.sentence for task in summary.finetune)]
         if page is None and comparison.folder.is_dir():  # a record has no page

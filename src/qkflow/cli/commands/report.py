@@ -125,7 +125,7 @@ def _report_several(folders: tuple[Path, ...], out: Path, json: bool) -> int:
     else:
         for name, comparison in zip(names, comparisons, strict=True):
             console.out.print(name, style="bold", markup=False, highlight=False)
-            console.out.print(terminal_table(comparison.summary))
+            console.out.print(terminal_table(comparison.summary, console.out.width))
         console.out.print(f"report: {out}", markup=False, highlight=False, soft_wrap=True)
     return 0 if all(comparison.is_complete for comparison in comparisons) else 1
 

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from qkflow import files
 from qkflow.errors import InputError
 from qkflow.studies.config import EngineName
 from qkflow.studies.runner import fork_server
@@ -134,19 +135,12 @@ def _run_lock(path: Path) -> Iterator[tuple[bool, tuple[int, ...]]]:
     The worker holds the lock through its descriptor until it exits, even if the study that started it is
     killed. A resumed study then waits for this worker instead of training the same run beside it.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows has no inheritable locks
+    if sys.platform == "win32":  # no inheritable locks
         yield True, ()
         return
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_free = True
-    except BlockingIOError:
-        is_free = False
-    try:
-        yield is_free, (descriptor,)
+        yield files.try_lock(descriptor), (descriptor,)
     finally:
         os.close(descriptor)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from types import FrameType
@@ -103,7 +103,8 @@ class RunTracker:
         else:
             self.status, self.message = "failed", self._failure(exit_code)
             if result is None:
-                self.run_dir.write_failure(self.message)
+                with suppress(OSError):  # a full disk: the line of the run tells the reason
+                    self.run_dir.write_failure(self.message)
 
     def _failure(self, exit_code: int) -> str:
         if exit_code == WORKER_LOST:

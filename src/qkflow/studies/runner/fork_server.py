@@ -38,7 +38,6 @@ from qkflow.training.run_dir import EXIT_FAILED
 
 # Modules that a run imports late; importing them starts no threads and does not touch CUDA.
 PRELOADED_MODULES = (
-    "filelock",
     "numpy.random",
     "safetensors.torch",
     "tokenizers",

@@ -34,6 +34,8 @@ class RunProgress:
     error: str = ""
     curve: list[tuple[int, float]] = field(default_factory=list, repr=False)  # tokens, training loss
     _metrics: MetricsTail = field(init=False, repr=False)
+    _changed: float | None = field(default=None, repr=False)  # time stamp of the last change
+    _changed_at: float = field(default=0.0, repr=False)  # on the monotonic clock of this process
 
     def __post_init__(self) -> None:
         self._metrics = MetricsTail(self.run_dir.path / METRICS_FILE)
@@ -43,16 +45,20 @@ class RunProgress:
         return self.status in ("finished", "failed")
 
     def update(self, now: float) -> None:
+        """Read the folder; `now` is on the monotonic clock, since time stamps and the clock may jump."""
         if self.status == "finished":
             return
         changed = _last_change(self.run_dir.path)
         if changed is None:
             self.status = "waiting"
             return
+        if changed != self._changed:
+            age = max(0.0, time.time() - changed) if self._changed is None else 0.0
+            self._changed, self._changed_at = changed, now - age
         self._read_metrics()
         result = self.run_dir.result()
         if result is None:
-            self.status = "running" if now - changed < SILENT_AFTER else "silent"
+            self.status = "running" if now - self._changed_at < SILENT_AFTER else "silent"
         elif result.get("status") == "finished":
             self.status, self.tokens = "finished", self.planned.tokens
             self.loss = result.get("loss", self.loss)
@@ -106,7 +112,7 @@ class StudyProgress:
 
     def update(self, now: float | None = None) -> None:
         """Read the folder. Raise InputError if it is not a study, or not yet."""
-        now = time.time() if now is None else now
+        now = time.monotonic() if now is None else now
         changed = _mtime(self.study_dir.path / STUDY_FILE)
         if changed is None or changed != self._plan_changed:
             self._read_plan()
