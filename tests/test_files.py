@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
-import threading
 from pathlib import Path
 
 import pytest
@@ -48,33 +46,3 @@ def test_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with raises_code("folder-not-writable"):
         files.make_folder(tmp_path / "file" / "folder")
-
-
-def _hold(folder: Path, held: object, release: object) -> None:
-    with files.lock_folder(folder):
-        held.set()  # type: ignore[attr-defined]
-        release.wait(30)  # type: ignore[attr-defined]
-
-
-def test_lock_folder_excludes_another_process(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    held, release = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(tmp_path / "folder", held, release))
-    process.start()
-    try:
-        assert held.wait(30)
-        with raises_code("folder-locked"), files.lock_folder(tmp_path / "folder"):
-            pass
-        waited = threading.Event()
-
-        def on_wait() -> None:
-            waited.set()
-            release.set()
-
-        with files.lock_folder(tmp_path / "folder", on_wait=on_wait):
-            assert waited.is_set()
-    finally:
-        release.set()
-        process.join()
-    with files.lock_folder(tmp_path / "folder"):
-        pass

@@ -1,4 +1,4 @@
-"""Atomic writes and folder locks. A reader never sees a half-written file or folder."""
+"""Atomic writes. A reader never sees a half-written file or folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,35 +96,6 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-@contextmanager
-def lock_folder(
-    folder: Path, filename: str = ".lock", *, on_wait: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """Hold an exclusive lock on `folder`, created if missing, until the block ends or the process dies.
-
-    If another process holds it, raise InputError (code `folder-locked`). With `on_wait`, call that after one
-    second instead and wait.
-    """
-    from filelock import FileLock, Timeout
-
-    make_folder(folder)
-    lock = FileLock(folder / filename)
-    try:
-        lock.acquire(timeout=0 if on_wait is None else 1)
-    except Timeout:
-        if on_wait is None:
-            raise InputError(
-                f"another process is using {folder}: wait for it, or choose another folder",
-                code="folder-locked",
-            ) from None
-        on_wait()
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def fsync_folder(folder: str | Path) -> None:

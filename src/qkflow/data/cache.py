@@ -20,6 +20,7 @@ from pathlib import Path
 
 from qkflow import files
 from qkflow.errors import InputError
+from qkflow.locks import lock_folder
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -62,7 +63,7 @@ class TokenSetCache:
             with self._translate_os_errors():
                 locks = self.folder / "locks"
                 locks.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(files.lock_folder(locks, f"{key}.lock", on_wait=_log_waiting))
+                stack.enter_context(lock_folder(locks, f"{key}.lock", on_wait=_log_waiting))
             yield
 
     @contextmanager
@@ -85,7 +86,7 @@ class TokenSetCache:
             with ExitStack() as stack:
                 if other != key:
                     try:
-                        stack.enter_context(files.lock_folder(self.folder / "locks", f"{other}.lock"))
+                        stack.enter_context(lock_folder(self.folder / "locks", f"{other}.lock"))
                     except InputError:  # in use
                         continue
                 shutil.rmtree(leftover, ignore_errors=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from qkflow.data.corpus_size import CorpusSize, measure_corpus
 from qkflow.studies.compare import plan_study, read_pilot_sd
-from qkflow.studies.config import AUTO, ComparisonConfig, EngineName, ExecutionConfig
+from qkflow.studies.config import AUTO, ComparisonConfig, ExecutionConfig
 from qkflow.studies.estimate import (
     RUN_OVERHEAD_SECONDS,
     UTILIZATION,
@@ -68,17 +68,15 @@ def preview(
     data: str = ComparisonConfig.data,
     *,
     out: str | Path | None = None,
-    engine: EngineName = "local",
-    jobs: int | None = None,
-    threads: int = 1,
     **settings: Any,
 ) -> StudyPreview:
     """Check a comparison as `compare` does, read its corpus, and estimate its cost."""
+    execution, settings = ExecutionConfig.split(settings)
     config = ComparisonConfig.parse(data=data, **settings)
-    ExecutionConfig(engine, jobs, threads).check()
+    threads = execution.threads * execution.processes_per_run
     grid, study_dir = plan_study(config, out)
     corpus = measure_corpus(config.data)
-    jobs = jobs or default_jobs(config.device, threads)
+    jobs = execution.jobs or default_jobs(config.device, threads)
     speed = matmul_flops_per_second(config.device, threads)
     cost = flops_by_model(grid)
     tokens = _tokens_by_model(grid, cost, speed, jobs)
