@@ -55,7 +55,7 @@ def write_owner(folder: Path, age: float = 0.0, **changes: object) -> Path:
 
 def test_lock_of_another_machine_is_kept_while_its_heartbeat_is_fresh(tmp_path: Path) -> None:
     write_owner(tmp_path, locks.STALE_AFTER / 2)
-    with raises_code("folder-locked", "process 41 on node7"), lock_folder(tmp_path):
+    with raises_code("folder-locked"), lock_folder(tmp_path):
         pass
 
 
