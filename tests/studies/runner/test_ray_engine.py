@@ -6,9 +6,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,34 @@ import pytest
 from input_errors import raises_code
 from qkflow.studies import compare
 from qkflow.studies.config import ExecutionConfig
+from qkflow.studies.grid import RunSpec
 from qkflow.studies.runner import build_engine
+from qkflow.studies.runner.engines import Engine, LocalEngine
+from qkflow.studies.runner.execution import execute_runs
 from qkflow.studies.runner.ray_engine import RayEngine
-from qkflow.studies.runner.study_dir import RunDir
-from toy_study import TOY
+from qkflow.studies.runner.study_dir import RunDir, StudyDir
+from toy_study import TOY, WORKER
 
-# Two runs of `sleepy` with twenty steps of 0.1 s: long enough to be killed.
-SETTINGS: dict[str, Any] = {**TOY, "variants": "sleepy", "inits": "gpt2", "seeds": 2, "verdict": False}
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
+
+
+def sleepy_runs() -> list[RunSpec]:
+    """Two runs of twenty steps of 0.1 s: long enough to be killed."""
+    return [
+        RunSpec(
+            "compare",
+            "sleepy@gpt2",
+            seed,
+            0.3,
+            640,
+            {
+                "model": {"attention": {"coupling": "sleepy"}, "init": "gpt2"},
+                "data": {"seq_len": 8},
+                "train": {"seed": seed, "lr": 0.3, "batch_size": 4, "tokens": 640, "evaluations": 2},
+            },
+        )
+        for seed in (0, 1)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,33 +67,38 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
+def engine(cluster: Any) -> Iterator[Engine]:
+    engine = build_engine(ExecutionConfig("ray"), command=WORKER)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
 def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Losses of the local engine, undisturbed."""
-    return losses(compare("toy", out=tmp_path_factory.mktemp("local") / "s", jobs=2, **SETTINGS))
+    trackers = execute_runs(
+        "toy", sleepy_runs(), StudyDir(tmp_path_factory.mktemp("local")), LocalEngine(WORKER), 2
+    )
+    return [tracker.loss for tracker in trackers]
 
 
-def losses(comparison: Any) -> list[Any]:
-    return [(run.cell, run.seed, run.result["loss"]) for run in comparison.compared_runs]
-
-
-def start_lines(folder: Path) -> list[list[str]]:
-    """Return process id and first step of every worker, by run."""
-    return [path.read_text().splitlines() for path in sorted(folder.glob("runs/*/starts.txt"))]
-
-
-def training_pids(folder: Path, least: int) -> list[int]:
-    """Wait until `least` runs have trained three steps; return the process ids of their workers."""
-    deadline = time.monotonic() + 120
+def training_pids(folder: Path) -> list[int]:
+    """Wait until two runs have trained three steps; return the process ids of their workers."""
+    deadline = time.monotonic() + 400
     while True:
-        pids = [
-            int((run / "starts.txt").read_text().split()[0])
-            for run in folder.glob("runs/sleepy*")
-            if len(RunDir(run).metrics().get("train", [])) >= 3
-        ]
-        if len(pids) >= least:
-            return pids
+        runs = list(folder.glob("runs/*"))
+        if len(runs) == 2 and all(len(RunDir(run).metrics().get("train", [])) >= 3 for run in runs):
+            return [int((run / "starts.txt").read_text().split()[0]) for run in runs]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def first_steps(folder: Path) -> list[list[int]]:
+    """Return the first step of every worker, by run, the run with the fewest workers first."""
+    starts = [path.read_text().splitlines() for path in folder.glob("runs/*/starts.txt")]
+    return sorted(([int(line.split()[-1]) for line in lines] for lines in starts), key=len)
 
 
 def is_alive(pid: int) -> bool:
@@ -83,71 +108,53 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def disturbed_losses(folder: Path, disturb: Callable[[list[int]], None]) -> list[Any]:
-    """Return the losses of a study on the cluster; `disturb` gets the pids of its workers."""
-    done: list[bool] = []
-
-    def run() -> None:
-        disturb(training_pids(folder, 2))
-        done.append(True)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    comparison = compare("toy", out=folder, engine="ray", **SETTINGS)
-    thread.join()
-    assert done
-    return losses(comparison)
+def disturbed_losses(engine: Engine, folder: Path, disturb: Callable[[list[int]], object]) -> list[Any]:
+    """Return the losses of two runs on the cluster; `disturb` gets the process ids of their workers."""
+    with ThreadPoolExecutor(1) as pool:
+        disturbed = pool.submit(lambda: disturb(training_pids(folder)))
+        trackers = execute_runs("toy", sleepy_runs(), StudyDir(folder), engine)
+        disturbed.result()
+    return [tracker.loss for tracker in trackers]
 
 
-def test_killed_worker_resumes(cluster: Any, tmp_path: Path, expected_losses: list[Any]) -> None:
-    killed: list[int] = []
-
-    def kill_one(pids: list[int]) -> None:
-        killed.append(pids[0])
-        os.kill(pids[0], signal.SIGKILL)
-
-    assert disturbed_losses(tmp_path / "s", kill_one) == expected_losses
-    (restarted,) = [lines for lines in start_lines(tmp_path / "s") if len(lines) == 2]
-    assert restarted[0] == f"{killed[0]} from step 0"
-    assert int(restarted[1].split()[-1]) >= 2  # from a checkpoint
+def test_killed_worker_resumes(engine: Engine, tmp_path: Path, expected_losses: list[Any]) -> None:
+    assert engine.default_jobs() == 2
+    losses = disturbed_losses(engine, tmp_path, lambda pids: os.kill(pids[0], signal.SIGKILL))
+    assert losses == expected_losses
+    undisturbed, killed = first_steps(tmp_path)
+    assert undisturbed == [0]
+    assert killed[0] == 0
+    assert killed[1] >= 2  # from a checkpoint
 
 
-def test_folder_that_nodes_do_not_share(cluster: Any, tmp_path: Path) -> None:
+def test_folder_that_nodes_do_not_share(engine: Engine, tmp_path: Path) -> None:
     # a path that means another folder in every process
-    folder = Path("/proc/self/cwd") / os.path.relpath(tmp_path, Path.cwd())
+    folder = Path("/proc/self/cwd") / os.path.relpath(tmp_path, Path.cwd()) / "s"
     with raises_code("folder-not-shared") as error:
-        compare("toy", out=folder / "s", engine="ray", **SETTINGS)
+        compare("toy", out=folder, engine="ray", **TOY, variants="sleepy", inits="gpt2")
     assert "127.0.0.2" in str(error.value)
-    assert not list((tmp_path / "s").glob("runs/*"))
+    assert not (tmp_path / "s" / "runs").exists()
+    assert not list((tmp_path / "s").glob(".probe*"))
 
 
-def test_run_that_fits_on_no_node(cluster: Any) -> None:
+def test_run_that_fits_on_no_node(engine: Engine) -> None:
     with raises_code("no-fitting-node"):
         build_engine(ExecutionConfig("ray", cpus_per_run=2))
     with raises_code("no-fitting-node"):
         build_engine(ExecutionConfig("ray", gpus_per_run=1))
 
 
-def test_failing_program_is_retried_once(cluster: Any, tmp_path: Path) -> None:
-    from qkflow.studies.grid import RunSpec
-    from qkflow.studies.runner.execution import RunTracker, execute_runs
-    from qkflow.studies.runner.study_dir import StudyDir
-
-    config = {"train": {"batch_size": 1}, "data": {"seq_len": 10}}
-    spec = RunSpec("compare", "broken@gpt2", 0, 1e-3, 100, config)
-    code = "import sys; open(sys.argv[1] + '/starts.txt', 'a').write('x'); sys.exit('it broke')"
-    engine = build_engine(ExecutionConfig("ray"), command=(sys.executable, "-c", code))
-    try:
-        (tracker,) = execute_runs("toy", [spec], StudyDir(tmp_path), engine)
-    finally:
-        engine.close()
-    assert isinstance(tracker, RunTracker)
-    assert (tracker.status, tracker.message) == ("failed", "it broke")
-    assert (tracker.run_dir.path / "starts.txt").read_text() == "xx"
+def test_failing_program_is_retried_once(engine: Engine, tmp_path: Path) -> None:
+    (run, _) = sleepy_runs()
+    run.config["model"]["attention"]["coupling"] = "broken"
+    (tracker,) = execute_runs("toy", [run], StudyDir(tmp_path), engine)
+    assert (tracker.status, tracker.times_failed) == ("failed", 2)
+    assert "the toy exploded" in tracker.message
+    assert first_steps(tmp_path) == [[0, 0]]
 
 
-# last: it leaves one node
-def test_killed_node(cluster: Any, tmp_path: Path, expected_losses: list[Any]) -> None:
+def test_killed_node(cluster: Any, engine: Engine, tmp_path: Path, expected_losses: list[Any]) -> None:
+    """The last test on the cluster: one node is left, which then executes both runs."""
     pids: list[int] = []
 
     def kill_node(found: list[int]) -> None:
@@ -155,10 +162,11 @@ def test_killed_node(cluster: Any, tmp_path: Path, expected_losses: list[Any]) -
         (node,) = cluster.worker_nodes
         cluster.remove_node(node, allow_graceful=False)
 
-    assert disturbed_losses(tmp_path / "s", kill_node) == expected_losses
-    restarted = [lines for lines in start_lines(tmp_path / "s") if len(lines) > 1]
-    assert len(restarted) == 1
-    assert int(restarted[0][-1].split()[-1]) >= 2
+    assert disturbed_losses(engine, tmp_path, kill_node) == expected_losses
+    undisturbed, lost = first_steps(tmp_path)
+    assert undisturbed == [0]
+    assert len(lost) == 2
+    assert lost[1] >= 2
     assert not any(is_alive(pid) for pid in pids)
 
 
