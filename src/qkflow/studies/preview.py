@@ -18,6 +18,7 @@ from qkflow.studies.estimate import (
     matmul_flops_per_second,
 )
 from qkflow.studies.grid import EVAL_SHARE, Grid
+from qkflow.studies.hardware.plan import model_cost
 from qkflow.studies.plan import Role
 from qkflow.studies.sentences import power_sentence
 from qkflow.studies.tuning import MAX_WIDENINGS
@@ -27,6 +28,7 @@ from qkflow.studies.workload import (
     flops_by_model,
     study_power,
     token_scales,
+    trained_models,
     unique_cells,
 )
 
@@ -78,7 +80,7 @@ def preview(
     corpus = measure_corpus(config.data)
     jobs = execution.jobs or default_jobs(config.device, threads)
     speed = matmul_flops_per_second(config.device, threads)
-    cost = flops_by_model(grid)
+    cost = _flops_by_model(grid)
     tokens = _tokens_by_model(grid, cost, speed, jobs)
     workloads = arm_workloads(grid, cost, tokens)
     arms = tuple(
@@ -101,9 +103,19 @@ def preview(
     return StudyPreview(folder, corpus, arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
 
 
+def _flops_by_model(grid: Grid) -> dict[str, float]:
+    """Return the FLOPs of a training token by model, with its share of the update of Muon."""
+    flops = {}
+    for model in trained_models(grid):
+        train = model.train
+        cost = model_cost(model.config, model.seq_len, train.optimizer, train.activation_checkpointing)
+        flops[model.name] = cost.flops_per_token + cost.flops_per_update / (train.batch_size * model.seq_len)
+    return flops
+
+
 def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: int) -> dict[str, int]:
     """Return the tokens of a run by model. Equal time is estimated by equal FLOPs."""
-    config, scale = grid.config, token_scales(grid, cost)
+    config, scale = grid.config, token_scales(grid, flops_by_model(grid))
     base = config.tokens
     if base is None:
         seconds = 60 * (config.minutes or 0) * jobs - RUN_OVERHEAD_SECONDS * grid.n_runs

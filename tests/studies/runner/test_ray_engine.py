@@ -128,10 +128,11 @@ def test_killed_worker_resumes(engine: Engine, tmp_path: Path, expected_losses: 
 
 
 def test_folder_that_nodes_do_not_share(engine: Engine, tmp_path: Path) -> None:
-    # a path that means another folder in every process
-    folder = Path("/proc/self/cwd") / os.path.relpath(tmp_path, Path.cwd()) / "s"
+    descriptor = os.dup2(os.open(tmp_path, os.O_RDONLY), 900)  # a path that means nothing to other processes
+    folder = Path(f"/proc/self/fd/{descriptor}/s")
     with raises_code("folder-not-shared") as error:
         compare("toy", out=folder, engine="ray", **TOY, variants="sleepy", inits="gpt2")
+    os.close(descriptor)
     assert "127.0.0.2" in str(error.value)
     assert not (tmp_path / "s" / "runs").exists()
     assert not list((tmp_path / "s").glob(".probe*"))
