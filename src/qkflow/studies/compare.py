@@ -139,15 +139,15 @@ def compare(
         each.tokenizer: dict(prepare(each)) for each in _config_per_tokenizer(grid)
     }
     engine = build_engine(execution, config.device, command=worker_command)
-    with study_dir.lock():
-        with closing(engine):
-            engine.check_folder(study_dir.path)
-            runner = StudyRunner(grid, study_dir, engine, execution.jobs, data_overrides, pilot_sd)
-            runner.run()
-        if tasks:
-            one_process = replace(execution, processes_per_run=1)
-            with closing(build_engine(one_process, config.device, module=FINETUNE_WORKER)) as finetuning:
-                runner.finetune(tasks, finetuning)
+    with closing(engine), study_dir.lock():
+        engine.check_folder(study_dir.path)
+        runner = StudyRunner(grid, study_dir, engine, execution.jobs, data_overrides, pilot_sd)
+        runner.run()
+    if tasks:
+        execution = replace(execution, processes_per_run=1)
+        engine = build_engine(execution, config.device, module=FINETUNE_WORKER)
+        with closing(engine), study_dir.lock():
+            runner.finetune(tasks, engine)
     return replace(load_comparison(study_dir.path), execution_time=runner.execution_time)
 
 

@@ -24,6 +24,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,16 +147,21 @@ class SubprocessWorker:
         self._process = process
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        is_new = self._process.returncode is None
+        code = self._process.poll()
+        if is_new and code is not None and hasattr(os, "killpg"):
+            fork_server.kill_group(self._process.pid)
+        return code
 
     def stop(self) -> None:
-        if self._process.poll() is None:
+        if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        if self._process.poll() is None:
+        if self.poll() is None:
             self._process.kill()
-            self._process.wait()
+            while self.poll() is None:
+                time.sleep(0.01)
 
 
 @contextmanager

@@ -202,7 +202,8 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             request, (log, lock, status) = message
             if not request:
                 for pid in children:
-                    os.killpg(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+                    kill_group(pid)
                 return None
             pid = os.fork()
             if pid == 0:
@@ -252,10 +253,15 @@ def _report_exits(children: dict[int, int]) -> None:
     for pid, status in list(children.items()):
         exited, code = os.waitpid(pid, os.WNOHANG)
         if exited:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # what it has started
+            kill_group(pid)
             _write_status(status, os.waitstatus_to_exitcode(code))
             os.close(children.pop(pid))
+
+
+def kill_group(pid: int) -> None:
+    """Kill what the worker `pid`, the leader of its process group, has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _write_status(status: int, value: int) -> None:

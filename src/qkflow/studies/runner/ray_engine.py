@@ -36,7 +36,7 @@ PROBE_TIMEOUT = 60.0  # seconds for a node to start a Python process
 POLL_INTERVAL = 0.2  # seconds, of an actor
 STOP_TIMEOUT = 5.0
 OBJECT_STORE_BYTES = 80 * 2**20  # runs exchange files, not objects
-FORWARDED = ("QKFLOW_", "HF_")  # environment variables of the study that workers get
+FORWARDED = "QKFLOW_"  # environment variables of the study that workers get
 
 
 class RayEngine:
