@@ -60,6 +60,8 @@ class RayEngine:
                 '--engine ray needs Ray: pip install "qkflow[ray]"', code="missing-dependency"
             ) from None
         self.ray: Any = ray
+        if execution.address is not None:
+            _check_reachable(execution.address)
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             connect(ray, execution.address)
@@ -200,7 +202,7 @@ def connect(ray: Any, address: str | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise InputError if nothing listens at HOST:PORT; Ray itself would try for minutes."""
+    """Raise InputError if no server answers at HOST:PORT; Ray itself would try for minutes."""
     if address in ("auto", "local"):
         return
     host, colon, port = address.rpartition("://")[2].rpartition(":")
