@@ -183,22 +183,34 @@ def connect(ray: Any, address: str | None) -> None:
         with suppress(ConnectionError):
             ray.init(address="auto", **quiet)
             return
-        # Ray replaces 127.0.0.1 by an address that other machines reach; a local cluster needs none.
-        loopback = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-        ray.init(
-            address="local",
-            num_cpus=process_cpu_count(),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=loopback,
-            **quiet,
-        )
+        _start_local(ray, **quiet)
         return
     _check_reachable(address)
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise _out_of_reach(address, str(error).splitlines()[0]) from None
+
+
+def _start_local(ray: Any, **options: Any) -> None:
+    """Start a cluster of this machine alone."""
+    # Ray replaces 127.0.0.1 by an address that other machines reach; a local cluster needs none.
+    loopback = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+    try:
+        ray.init(
+            address="local",
+            num_cpus=process_cpu_count(),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address=loopback,
+            **options,
+        )
+    except Exception as error:  # of no class of its own: a node that is slow to start
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"Ray did not start on this machine ({reason}): try again, or use --engine local",
+            code="ray-not-started",
+        ) from None
 
 
 def _check_reachable(address: str) -> None:
