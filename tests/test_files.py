@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import errno
-import multiprocessing
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -50,52 +47,6 @@ def test_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with raises_code("folder-not-writable"):
         files.make_folder(tmp_path / "file" / "folder")
-
-
-def _hold(folder: Path, held: object, release: object) -> None:
-    with files.lock_folder(folder):
-        held.set()  # type: ignore[attr-defined]
-        release.wait(30)  # type: ignore[attr-defined]
-
-
-def test_lock_folder_excludes_another_process(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    held, release = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(tmp_path / "folder", held, release))
-    process.start()
-    try:
-        assert held.wait(30)
-        with raises_code("folder-locked"), files.lock_folder(tmp_path / "folder"):
-            pass
-        waited = threading.Event()
-
-        def on_wait() -> None:
-            waited.set()
-            release.set()
-
-        with files.lock_folder(tmp_path / "folder", on_wait=on_wait):
-            assert waited.is_set()
-    finally:
-        release.set()
-        process.join()
-    with files.lock_folder(tmp_path / "folder"):
-        pass
-
-
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_file_system_without_locks_is_used_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
-) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def fail(descriptor: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
-    for on_wait in (None, pytest.fail):
-        with files.lock_folder(tmp_path, on_wait=on_wait):
-            pass
-    assert capsys.readouterr().err.count("has no locks") == 1
 
 
 def test_write_to_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:

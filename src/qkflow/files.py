@@ -1,4 +1,4 @@
-"""Atomic writes, full disks and folder locks. A reader never sees a half-written file or folder."""
+"""Atomic writes and full disks. A reader never sees a half-written file or folder."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import json
 import os
 import secrets
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from qkflow.errors import InputError
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Network and user-space file systems without locks answer with one of these.
-_NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class DiskFullError(OSError):
@@ -114,70 +109,6 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(folder, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-@contextmanager
-def lock_folder(
-    folder: Path, filename: str = ".lock", *, on_wait: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """Hold an exclusive lock on `folder`, created if missing, until the block ends or the process dies.
-
-    If another process holds it, raise InputError (code `folder-locked`). With `on_wait`, call that after one
-    second instead and wait.
-    """
-    make_folder(folder)
-    descriptor = os.open(folder / filename, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if not try_lock(descriptor):
-            if on_wait is None:
-                raise InputError(
-                    f"another process is using {folder}: wait for it, or choose another folder",
-                    code="folder-locked",
-                )
-            _wait_for_lock(descriptor, on_wait)
-        yield
-    finally:
-        os.close(descriptor)  # releases the lock
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed. Return False if another process holds the lock.
-
-    Where the file system has no locks, return True with a warning: nothing then keeps a second process out.
-    """
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS_ERRNOS:
-            _warn_without_locks(error.strerror or "")
-            return True
-        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-            return False
-        raise
-    return True
-
-
-def _wait_for_lock(descriptor: int, on_wait: Callable[[], None]) -> None:
-    """Wait until the lock is free; call `on_wait` after one second."""
-    start, was_called = time.monotonic(), False
-    while not try_lock(descriptor):
-        if not was_called and time.monotonic() - start > 1:
-            was_called = True
-            on_wait()
-        time.sleep(0.05)
-
-
-@cache
-def _warn_without_locks(reason: str) -> None:
-    message = f"this file system has no locks ({reason}): do not start a second process in the same folder"
-    print(f"qkflow: {message}", file=sys.stderr)
 
 
 def fsync_folder(folder: str | Path) -> None:

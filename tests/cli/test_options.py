@@ -16,6 +16,7 @@ from qkflow.cli.commands.pace_study import study
 from qkflow.cli.commands.reproduce import reproduce
 from qkflow.cli.help import annotate_for_tyro
 from qkflow.cli.options import options_from
+from qkflow.studies.config import ExecutionConfig
 from qkflow.studies.hardware.config import HardwareConfig
 
 COMPARE_FLAGS = {
@@ -23,12 +24,13 @@ COMPARE_FLAGS = {
     "seq_len", "batch_size", "lr", "schedule", "tune_lr", "lr_factors", "match", "verdict", "confidence",
     "device", "engine", "jobs", "threads", "json", "baselines", "dry_run", "max_seeds", "screening_seeds",
     "margin", "pilot", "reuse", "live", "precision", "tune_tokens", "finetune", "finetune_data",
-    "finetune_epochs", "finetune_lr", "finetune_examples", "optimizer",
+    "finetune_epochs", "finetune_lr", "finetune_examples", "optimizer", "processes_per_run", "cpus_per_run",
+    "gpus_per_run", "address", "slurm_options",
 }  # fmt: skip
 REPRODUCE_FLAGS = {
     "study", "data", "tokens", "seeds", "stages", "preset", "out", "tokenizer", "seq_len", "batch_size", "lr",
-    "device", "engine", "jobs", "threads", "json", "scale", "plan", "markdown",
-    *HardwareConfig.__dataclass_fields__,
+    "device", "json", "scale", "plan", "markdown",
+    *ExecutionConfig.__dataclass_fields__, *HardwareConfig.__dataclass_fields__,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from qkflow import files
 from qkflow.errors import InputError
+from qkflow.locks import lock_folder
 
 
 def default_cache_dir() -> Path:
@@ -68,7 +69,7 @@ class TokenSetCache:
             with self._translate_os_errors():
                 locks = self.folder / "locks"
                 locks.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(files.lock_folder(locks, f"{key}.lock", on_wait=_log_waiting))
+                stack.enter_context(lock_folder(locks, f"{key}.lock", on_wait=_log_waiting))
             yield
 
     @contextmanager
@@ -91,7 +92,7 @@ class TokenSetCache:
             with ExitStack() as stack:
                 if other != key:
                     try:
-                        stack.enter_context(files.lock_folder(self.folder / "locks", f"{other}.lock"))
+                        stack.enter_context(lock_folder(self.folder / "locks", f"{other}.lock"))
                     except InputError:  # in use
                         continue
                 shutil.rmtree(leftover, ignore_errors=True)

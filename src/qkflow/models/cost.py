@@ -58,6 +58,13 @@ def flops_per_token(model: ModelConfig | Decoder, seq_len: int, *, training: boo
     return flops / seq_len
 
 
+def hidden_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Return the FLOPs of a training token without the output layer: a class is read once per example."""
+    decoder = build_meta_decoder(config)
+    ids = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
+    return count_flops(lambda: decoder(ids).sum().backward()) / seq_len
+
+
 def count_flops(fn: Callable[[], object]) -> int:
     """Return the FLOPs of all matmuls and attention kernels that `fn` runs, backward pass included.
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from qkflow.errors import InputError
-from qkflow.models import Decoder, ModelConfig
-from qkflow.models.cost import count_flops
+from qkflow.models import ModelConfig
+from qkflow.models.cost import hidden_flops_per_token
 from qkflow.papers.faster_qk.controlled_task import VOCAB_SIZE as CONTROLLED_VOCAB
 from qkflow.papers.faster_qk.fixed_attention import ALPHAS, DEFAULT_STEPS
 from qkflow.papers.faster_qk.synthetic import FIGURE_CONFIGS
@@ -97,18 +95,11 @@ def _plan_pace(recipe: Recipe, config: PaceStudyConfig, hardware: HardwareConfig
         causal=task.generates_answer,
     )
     runs = len(task.ratios) * config.seeds
-    per_step = task.batch_size * size.seq_len * _hidden_flops_per_token(model, size.seq_len)
+    per_step = task.batch_size * size.seq_len * hidden_flops_per_token(model, size.seq_len)
     note = f"assumed before the data is read: {examples:,} examples of {size.seq_len} tokens"
     return _task_plan(
         tuple(f"r = {ratio}" for ratio in task.ratios), runs, runs * steps, per_step, hardware, note
     )
-
-
-def _hidden_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Return the FLOPs of a training token without the output layer: a class is read once per example."""
-    decoder = Decoder(model, device="meta")
-    ids = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
-    return count_flops(lambda: decoder(ids).sum().backward()) / seq_len
 
 
 def _plan_controlled_task(recipe: Recipe, config: ControlledTaskConfig, hardware: HardwareConfig) -> TaskPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from qkflow.data import EvalWindows, TrainWindows, prepare
 from qkflow.errors import InputError, join_limited
 from qkflow.studies.analysis import analyze
 from qkflow.studies.cards import notebook_html
-from qkflow.studies.config import ComparisonConfig, EngineName, ExecutionConfig
+from qkflow.studies.config import ComparisonConfig, ExecutionConfig
 from qkflow.studies.finetune.study import WORKER_MODULE as FINETUNE_WORKER
 from qkflow.studies.finetune.study import load_tasks
 from qkflow.studies.grid import (
@@ -26,7 +27,7 @@ from qkflow.studies.plan import PlannedArm, StudyPlan
 from qkflow.studies.record import read_record, restore_runs, write_record
 from qkflow.studies.results import StudySummary
 from qkflow.studies.run_data import RunData, load_runs
-from qkflow.studies.runner.engines import ENGINES
+from qkflow.studies.runner import build_engine
 from qkflow.studies.runner.execution import ExecutionTime
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.studies.variants import ComponentRegistry
@@ -111,15 +112,12 @@ def compare(
     data: str = ComparisonConfig.data,
     *,
     out: str | Path | None = None,
-    engine: EngineName = "local",
-    jobs: int | None = None,
-    threads: int = 1,
     worker_command: Sequence[str] | None = None,
     components: ComponentRegistry | None = None,
     prepare_data: PrepareDataFn | None = None,
     **settings: Any,
 ) -> Comparison:
-    """Compare variants on a corpus; `settings` are the fields of `ComparisonConfig`.
+    """Compare variants on a corpus; `settings` are the fields of `ComparisonConfig` and `ExecutionConfig`.
 
     `prepare_data` returns keys of the section `data` of all runs with the tokenizer of its config.
 
@@ -129,26 +127,27 @@ def compare(
     >>> comparison = compare("speeches", variants="standard,euler", tokens="200k")   # doctest: +SKIP
     >>> comparison.verdicts["euler"]                                                  # doctest: +SKIP
     """
+    execution, settings = ExecutionConfig.split(settings)
     config = ComparisonConfig.parse(data=data, **settings)
-    ExecutionConfig(engine, jobs, threads).check()
     grid, study_dir = plan_study(config, out, components)
     pilot_sd = read_pilot_sd(config.pilot)
     tasks = load_tasks(config)
-    if engine == "local":
+    if execution.engine == "local":
         resolve_device(config.device)
     prepare = prepare_data or prepare_corpus
     data_overrides = {  # raises before anything is written
         each.tokenizer: dict(prepare(each)) for each in _config_per_tokenizer(grid)
     }
-    started = ENGINES[engine](worker_command, threads, config.device)
-    try:
-        with study_dir.lock():
-            runner = StudyRunner(grid, study_dir, started, jobs, data_overrides, pilot_sd)
-            runner.run()
-            if tasks:
-                runner.finetune(tasks, ENGINES[engine](None, threads, config.device, module=FINETUNE_WORKER))
-    finally:
-        started.close()
+    engine = build_engine(execution, config.device, command=worker_command)
+    with closing(engine), study_dir.lock():
+        engine.check_folder(study_dir.path)
+        runner = StudyRunner(grid, study_dir, engine, execution.jobs, data_overrides, pilot_sd)
+        runner.run()
+    if tasks:
+        execution = replace(execution, processes_per_run=1)
+        engine = build_engine(execution, config.device, module=FINETUNE_WORKER)
+        with closing(engine), study_dir.lock():
+            runner.finetune(tasks, engine)
     return replace(load_comparison(study_dir.path), execution_time=runner.execution_time)
 
 

@@ -20,7 +20,7 @@ from qkflow.training.config import OptimizerName, Precision, Schedule
 
 MatchMode = Literal["tokens", "time", "flops"]
 PresetName = Literal["tiny", "tiny-swiglu", "small", "60m", "150m", "350m", "350m-swiglu", "455m"]
-EngineName = Literal["local", "ray"]
+EngineName = Literal["local", "ray", "slurm"]
 
 AUTO = "auto"
 MAX_SEEDS = 1000
@@ -286,22 +286,59 @@ class ComparisonConfig:
 class ExecutionConfig:
     """How the runs of a study are executed. Does not influence their results.
 
-    engine   where runs are executed: local processes, or ray for a cluster.
+    engine   where runs are executed: local processes, a ray cluster, or slurm for a job array.
     jobs     runs at a time (default: one per CPU core, or per GPU).
-    threads  CPU threads per run.
+    threads  CPU threads per process.
+    processes_per_run  processes of one run, on one machine: DDP, unless a variant sets train.parallel.
+    cpus_per_run  CPU cores that a run reserves, with ray and slurm (default: threads × processes).
+    gpus_per_run  GPUs that a run reserves, with ray (default: one per process, if there are any) and slurm.
+    address  address of the ray cluster, HOST:PORT (default: one that runs here, or a new local one).
+    slurm_options  more options of sbatch, e.g. "--partition=gpu --time=4:00:00".
     """
 
     engine: EngineName = "local"
     jobs: int | None = None
     threads: int = 1
+    processes_per_run: int = 1
+    cpus_per_run: int | None = None
+    gpus_per_run: float | None = None
+    address: str | None = None
+    slurm_options: str | None = None
+
+    @classmethod
+    def split(cls, settings: Mapping[str, Any]) -> tuple[ExecutionConfig, dict[str, Any]]:
+        """Return the checked config of these settings, and the settings that are not its fields."""
+        names = {field.name for field in fields(cls)}
+        config = cls(**{name: value for name, value in settings.items() if name in names})
+        config.check()
+        return config, {name: value for name, value in settings.items() if name not in names}
 
     def check(self) -> None:
         if self.engine not in get_args(EngineName):
             raise unknown("--engine", self.engine, get_args(EngineName))
-        for name in ("jobs", "threads"):
-            value = getattr(self, name)
+        for name in ("jobs", "threads", "processes_per_run", "cpus_per_run"):
+            value, flag = getattr(self, name), name.replace("_", "-")
             if value is not None and value < 1:
-                raise InputError(f"--{name} must be at least 1, got {value}", code=f"invalid-{name}")
+                raise InputError(f"--{flag} must be at least 1, got {value}", code=f"invalid-{flag}")
+        if self.gpus_per_run is not None and not 0 <= self.gpus_per_run < math.inf:
+            raise InputError(
+                f"--gpus-per-run must be at least 0, got {self.gpus_per_run:g}", code="invalid-gpus-per-run"
+            )
+        for name, engines in _ENGINE_OPTIONS.items():
+            if getattr(self, name) is not None and self.engine not in engines:
+                raise InputError(
+                    f"--{name.replace('_', '-')} is an option of --engine {' or '.join(engines)}, "
+                    f"not {self.engine}",
+                    code="option-of-other-engine",
+                )
+
+
+_ENGINE_OPTIONS: dict[str, tuple[EngineName, ...]] = {
+    "cpus_per_run": ("ray", "slurm"),
+    "gpus_per_run": ("ray", "slurm"),
+    "address": ("ray",),
+    "slurm_options": ("slurm",),
+}
 
 
 def split_list(value: str | Iterable[Any]) -> tuple[Any, ...]:

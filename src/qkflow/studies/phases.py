@@ -132,10 +132,7 @@ class StudyRunner:
         """Fine-tune the models of the finished compared runs; `engine` starts the workers."""
         compared = [run for run in self.runs if run.phase == "compare"]
         runs = plan_finetune_runs(self.config, tasks, compared, self.study_dir)
-        try:
-            self._execute("fine-tuning", runs, engine)
-        finally:
-            engine.close()
+        self._execute("fine-tuning", runs, engine)
 
     def _build_runs(self, phase: str, seeds: Sequence[int], **options: Any) -> list[RunSpec]:
         budgets = {"tokens_by_model": self.token_budgets, **options}

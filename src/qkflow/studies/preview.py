@@ -9,7 +9,7 @@ from typing import Any
 
 from qkflow.data.corpus_size import CorpusSize, measure_corpus
 from qkflow.studies.compare import plan_study, read_pilot_sd
-from qkflow.studies.config import AUTO, ComparisonConfig, EngineName, ExecutionConfig
+from qkflow.studies.config import AUTO, ComparisonConfig, ExecutionConfig
 from qkflow.studies.estimate import (
     RUN_OVERHEAD_SECONDS,
     UTILIZATION,
@@ -18,6 +18,7 @@ from qkflow.studies.estimate import (
     matmul_flops_per_second,
 )
 from qkflow.studies.grid import EVAL_SHARE, Grid
+from qkflow.studies.hardware.plan import model_cost
 from qkflow.studies.plan import Role
 from qkflow.studies.sentences import power_sentence
 from qkflow.studies.tuning import MAX_WIDENINGS
@@ -27,6 +28,7 @@ from qkflow.studies.workload import (
     flops_by_model,
     study_power,
     token_scales,
+    trained_models,
     unique_cells,
 )
 
@@ -68,19 +70,17 @@ def preview(
     data: str = ComparisonConfig.data,
     *,
     out: str | Path | None = None,
-    engine: EngineName = "local",
-    jobs: int | None = None,
-    threads: int = 1,
     **settings: Any,
 ) -> StudyPreview:
     """Check a comparison as `compare` does, read its corpus, and estimate its cost."""
+    execution, settings = ExecutionConfig.split(settings)
     config = ComparisonConfig.parse(data=data, **settings)
-    ExecutionConfig(engine, jobs, threads).check()
+    threads = execution.threads * execution.processes_per_run
     grid, study_dir = plan_study(config, out)
     corpus = measure_corpus(config.data)
-    jobs = jobs or default_jobs(config.device, threads)
+    jobs = execution.jobs or default_jobs(config.device, threads)
     speed = matmul_flops_per_second(config.device, threads)
-    cost = flops_by_model(grid)
+    cost = _flops_by_model(grid)
     tokens = _tokens_by_model(grid, cost, speed, jobs)
     workloads = arm_workloads(grid, cost, tokens)
     arms = tuple(
@@ -103,9 +103,19 @@ def preview(
     return StudyPreview(folder, corpus, arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
 
 
+def _flops_by_model(grid: Grid) -> dict[str, float]:
+    """Return the FLOPs of a training token by model, with its share of the update of Muon."""
+    flops = {}
+    for model in trained_models(grid):
+        train = model.train
+        cost = model_cost(model.config, model.seq_len, train.optimizer, train.activation_checkpointing)
+        flops[model.name] = cost.flops_per_token + cost.flops_per_update / (train.batch_size * model.seq_len)
+    return flops
+
+
 def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: int) -> dict[str, int]:
     """Return the tokens of a run by model. Equal time is estimated by equal FLOPs."""
-    config, scale = grid.config, token_scales(grid, cost)
+    config, scale = grid.config, token_scales(grid, flops_by_model(grid))
     base = config.tokens
     if base is None:
         seconds = 60 * (config.minutes or 0) * jobs - RUN_OVERHEAD_SECONDS * grid.n_runs

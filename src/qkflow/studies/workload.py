@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from qkflow.models.config import ModelConfig
 from qkflow.models.cost import flops_per_token
 from qkflow.studies.estimate import vocab_size
+from qkflow.studies.finetune.config import parse_tasks
+from qkflow.studies.finetune.workload import finetune_flops
 from qkflow.studies.grid import EVAL_SHARE, Cell, Grid, build_run_config
 from qkflow.studies.plan import Role
 from qkflow.studies.power import detectable_effect
@@ -17,13 +19,14 @@ from qkflow.training.config import RunConfig, TrainConfig
 
 @dataclass(frozen=True)
 class CellWorkload:
-    """All runs of one cell. `tokens` are those of all runs together, evaluation included."""
+    """All runs of one cell. `tokens` are those of all training runs together, evaluation included."""
 
     cell: str
     model: str  # name of its model: cells that differ in the init share it
     runs: int
     tokens: float
     flops: float
+    finetune_flops: float = 0.0  # a part of `flops`, in fp32
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,10 @@ def arm_workloads(
     grid: Grid, cost: Mapping[str, float], tokens: Mapping[str, int]
 ) -> tuple[ArmWorkload, ...]:
     """Return the work of every arm; `cost` (FLOPs per token) and `tokens` (per run) are by model."""
-    workloads = {cell.name: _cell_workload(grid, cell, cost, tokens) for cell in grid.cells}
+    finetuning = {}
+    if grid.config.finetune:
+        finetuning = flops_by_model(grid, lambda model, seq_len: finetune_flops(grid.config, model))
+    workloads = {cell.name: _cell_workload(grid, cell, cost, tokens, finetuning) for cell in grid.cells}
     return tuple(
         ArmWorkload(
             arm.name,
@@ -66,13 +72,20 @@ def unique_cells(arms: Sequence[ArmWorkload]) -> list[CellWorkload]:
 
 
 def _cell_workload(
-    grid: Grid, cell: Cell, cost: Mapping[str, float], tokens: Mapping[str, int]
+    grid: Grid,
+    cell: Cell,
+    cost: Mapping[str, float],
+    tokens: Mapping[str, int],
+    finetuning: Mapping[str, float],
 ) -> CellWorkload:
     config, model = grid.config, cell.variant.model_name
     n_runs, n_trials = count_runs(grid, cell), count_lr_trials(grid, cell)
     n_tokens = (n_runs - n_trials) * tokens[model] + n_trials * (config.tune_tokens or tokens[model])
     total = n_tokens * (1 + EVAL_SHARE)
-    return CellWorkload(cell.name, model, n_runs, total, total * cost[model])
+    n_models = config.n_seeds  # one per judged seed
+    finetune = n_models * finetuning.get(model, 0.0)
+    n_runs += n_models * len(parse_tasks(config.finetune))
+    return CellWorkload(cell.name, model, n_runs, total, total * cost[model] + finetune, finetune)
 
 
 def count_runs(grid: Grid, cell: Cell) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from qkflow import files
+from qkflow import files, locks
 from qkflow.training.distributed import DistContext
 
 RUN_CONFIG_FILE = "config.yaml"
@@ -28,10 +28,12 @@ METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS_DIR = "checkpoints"
 MODEL_DIR = "model"
 RESULT_FILE = "result.json"
+RUN_LOCK = ".worker.lock"
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1  # the reason is in result.json, unless the disk is full
 EXIT_BAD_INPUT = 2
+EXIT_LOCKED = 74  # another process trains in the folder
 EXIT_INTERRUPTED = 75  # stopped by a signal after saving a checkpoint: can be resumed
 
 
@@ -52,7 +54,7 @@ def write_failure(folder: Path, error: str) -> None:
 @contextmanager
 def lock_run_dir(folder: Path, dist_context: DistContext) -> Iterator[None]:
     """Lock the run folder in the main process; two runs in one folder would overwrite each other."""
-    with files.lock_folder(folder, ".worker.lock") if dist_context.is_main else nullcontext():
+    with locks.lock_folder(folder, RUN_LOCK) if dist_context.is_main else nullcontext():
         yield
 
 

@@ -28,6 +28,7 @@ from qkflow.training.run_dir import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
+    EXIT_LOCKED,
     RESULT_FILE,
     RUN_CONFIG_FILE,
     read_result,
@@ -97,7 +98,7 @@ def exit_code_of(folder: Path, run: Callable[[], int]) -> int:
         return run()
     except InputError as error:
         print(error.to_line(), file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return EXIT_LOCKED if error.code == "folder-locked" else EXIT_BAD_INPUT
     except PermissionError as error:
         print(f"qkflow: {error.strerror} ({error.filename})", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -25,7 +25,7 @@ from qkflow.training.run_dir import read_result
 FINETUNE = {"finetune": "glue:sst-2", "finetune_epochs": 8, "finetune_lr": 1e-2}
 
 
-class InProcessEngine:
+class InProcessEngine(engines.LocalEngine):
     """Runs each worker in this process: starting Python takes longer than the training."""
 
     started: ClassVar[list[str]] = []
@@ -39,6 +39,7 @@ class InProcessEngine:
         device: str = "auto",
         *,
         module: str = "",
+        processes: int = 1,
     ) -> None:
         self.is_finetuning = module == WORKER_MODULE
 
@@ -64,7 +65,7 @@ class InProcessEngine:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the list of runs that are started."""
-    monkeypatch.setitem(engines.ENGINES, "local", InProcessEngine)
+    monkeypatch.setattr("qkflow.studies.runner.LocalEngine", InProcessEngine)
     monkeypatch.setitem(PRESETS, "tiny", Preset(1, 32, 2, "gelu", 257, "smaller than tiny"))
     monkeypatch.setattr("qkflow.studies.runner.execution.POLL_INTERVAL", 0.0)
     InProcessEngine.started.clear()
@@ -162,7 +163,7 @@ def test_same_seed_gives_the_same_score_in_a_worker_process(
 ) -> None:
     run = next(run for run in comparison.runs if run.phase == "finetune")
     shutil.rmtree(comparison.folder / "runs" / run.id)
-    monkeypatch.setitem(engines.ENGINES, "local", engines.LocalEngine)
+    monkeypatch.setattr("qkflow.studies.runner.LocalEngine", engines.LocalEngine)
     again = compare(**settings, **FINETUNE, finetune_data=str(glue_folder))
     assert again.summary.finetune == comparison.summary.finetune
 

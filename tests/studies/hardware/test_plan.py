@@ -55,6 +55,23 @@ def test_hours_and_cost_follow_from_flops() -> None:
     assert "noise 0.5%" in many.power
 
 
+def test_finetuning_is_part_of_the_cost() -> None:
+    plain = plan_comparison(config_of(), HardwareConfig("h100"))
+    tuned = plan_comparison(config_of(finetune="glue:CoLA,RTE", finetune_epochs=2), HardwareConfig("h100"))
+    assert tuned.runs == plain.runs + 2 * 5 * 2  # two cells, five seeds, two tasks
+    flops = tuned.flops - plain.flops
+    # CoLA: 268 batches of 32 examples; RTE: 78. The backward pass doubles the FLOPs of the forward pass.
+    tokens = 2 * 5 * 2 * 32 * (268 * 12 + 78 * 75)
+    hidden = 6 * sum(
+        size for role, size in plain.models[0].parameters.items() if role not in ("embed", "norm")
+    )
+    assert 1.0 < flops / (tokens * hidden) < 1.3  # attention scores, and the coupling of one arm
+    seconds = flops / (tuned.device.utilization * DEVICES["h100"].fp32_flops)
+    assert tuned.device_hours - plain.device_hours == pytest.approx(seconds / 3600)
+    few = config_of(finetune="glue:CoLA,RTE", finetune_epochs=2, finetune_examples=64)
+    assert count_study(few)[1] - plain.flops < flops / 30
+
+
 def test_memory_per_device() -> None:
     config = preset("tiny", vocab_size=512)
     model, units = MemoryModel(config, 512, "adamw"), UnitSizes.of(config)

@@ -163,12 +163,6 @@ def test_killed_worker_is_recorded_as_failed(tmp_path: Path) -> None:
     assert os.path.exists(tmp_path / "log.txt")
 
 
-def test_ray_engine(tmp_path: Path, expected_losses: list[Any]) -> None:
-    pytest.importorskip("ray")
-    comparison = compare("toy", out=tmp_path / "s", engine="ray", **{**TOY, **SETTINGS})
-    assert [row["loss"] for row in comparison.rows] == expected_losses
-
-
 def test_bad_input_keeps_message_and_code(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     error = InputError("seq_len 1 is too short [see docs]", code="invalid-seq-len")

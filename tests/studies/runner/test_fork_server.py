@@ -277,3 +277,39 @@ def test_killed_study_leaves_only_its_workers_which_hold_their_locks(
             os.kill(pid, signal.SIGTERM)
         wait_for(lambda: not study.others())
     assert len(list(tmp_path.glob("study/runs/*/checkpoints/*"))) >= 2
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from qkflow.studies.runner.engines import LocalEngine
+# a worker whose own child leaves its session, and is orphaned
+worker = (sys.executable, "-S", "-c", '''
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(0)
+time.sleep(600)
+''')
+engine = LocalEngine(worker, device="cpu", owns_workers=True)
+engine.start(Path(sys.argv[1]), 0).poll()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a subreaper")
+def test_owned_workers_and_their_orphans_die_with_their_owner(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, env={**os.environ, MARK: mark}
+    )
+    try:  # the owner, the server, the worker and its orphan
+        wait_for(lambda: len(marked_processes(mark)) == 4, timeout=200)
+        owner.kill()
+        owner.wait()
+        wait_for(lambda: not marked_processes(mark))
+    finally:
+        for pid in marked_processes(mark):
+            os.kill(pid, signal.SIGKILL)

@@ -117,7 +117,7 @@ def plan_comparison(config: ComparisonConfig, hardware: HardwareConfig) -> Study
     tokens = {name: round(config.tokens * scale) for name, scale in scales.items()}
     workloads = arm_workloads(grid, {name: model.flops_per_token for name, model in models.items()}, tokens)
     cells = unique_cells(workloads)
-    hours = _device_hours(cells, models, hardware)
+    hours = _device_hours(cells, models, hardware, device)
     sd, source = read_pilot_sd(config.pilot), "the pilot study"
     if hardware.noise is not None:
         sd, source = math.log1p(hardware.noise / 100), "--noise"
@@ -127,7 +127,7 @@ def plan_comparison(config: ComparisonConfig, hardware: HardwareConfig) -> Study
         hardware,
         device,
         tuple(models.values()),
-        tuple(_plan_arm(arm, models, hardware) for arm in workloads),
+        tuple(_plan_arm(arm, models, hardware, device) for arm in workloads),
         sum(cell.runs for cell in cells),
         sum(cell.flops for cell in cells),
         hours,
@@ -227,14 +227,17 @@ def _newton_schulz_flops(shape: tuple[int, int]) -> int:
 
 
 def _device_hours(
-    cells: Sequence[CellWorkload], models: dict[str, ModelPlan], hardware: HardwareConfig
+    cells: Sequence[CellWorkload], models: dict[str, ModelPlan], hardware: HardwareConfig, device: Device
 ) -> float:
-    seconds = sum(cell.tokens / models[cell.model].tokens_per_second for cell in cells)
-    return seconds * hardware.world_size / 3600
+    training = sum(cell.tokens / models[cell.model].tokens_per_second for cell in cells)
+    finetuning = sum(cell.finetune_flops for cell in cells) / (device.utilization * device.fp32_flops)
+    return (training * hardware.world_size + finetuning) / 3600  # fine-tuning has one device per run
 
 
-def _plan_arm(arm: ArmWorkload, models: dict[str, ModelPlan], hardware: HardwareConfig) -> ArmPlan:
-    hours = _device_hours(arm.cells, models, hardware)
+def _plan_arm(
+    arm: ArmWorkload, models: dict[str, ModelPlan], hardware: HardwareConfig, device: Device
+) -> ArmPlan:
+    hours = _device_hours(arm.cells, models, hardware, device)
     return ArmPlan(arm.name, arm.role, arm.runs, arm.tokens, arm.flops, hours, _usd(hours, hardware))
 
 
@@ -249,7 +252,7 @@ def _notes(config: ComparisonConfig, models: dict[str, ModelPlan]) -> list[str]:
         if not model.fits
     ]
     if config.finetune:
-        notes.append("fine-tuning is not counted: it is short beside pretraining")
+        notes.append("fine-tuning is counted in fp32, with assumed lengths of the examples of its tasks")
     if config.tune_lr:
         notes.append("a learning-rate grid that is widened adds runs")
     return notes

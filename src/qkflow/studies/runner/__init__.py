@@ -1,8 +1,38 @@
 """Execution of the runs of a study.
 
-engines     where runs are executed: local processes or Ray; a new engine goes here
-fork_server a process that has imported the worker and forks one child per run
-execution   the queue: which run is started when, and its state
-live        the table on the terminal
-study_dir   the files of a study and of its runs
+engines       what an engine is, and local processes
+ray_engine    the machines of a Ray cluster
+slurm_engine  a job array of SLURM
+fork_server   local workers, forked from a process that has imported torch
+launcher      one run in several processes
+execution     a queue of runs with a few workers at a time
+live          the table of a running study
+study_dir     the files of a study
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qkflow.studies.config import ExecutionConfig
+from qkflow.studies.runner.engines import WORKER_MODULE, Engine, LocalEngine
+
+
+def build_engine(
+    execution: ExecutionConfig,
+    device: str = "auto",
+    *,
+    command: Sequence[str] | None = None,
+    module: str = WORKER_MODULE,
+) -> Engine:
+    """Build an engine. Workers execute `module`, or `command` with the run's folder as last argument."""
+    if execution.engine == "ray":
+        from qkflow.studies.runner.ray_engine import RayEngine
+
+        return RayEngine(execution, device, command=command, module=module)
+    if execution.engine == "slurm":
+        from qkflow.studies.runner.slurm_engine import SlurmEngine
+
+        return SlurmEngine(execution, command=command, module=module)
+    processes = execution.processes_per_run
+    return LocalEngine(command, execution.threads, device, module=module, processes=processes)

@@ -1,17 +1,18 @@
-"""Engines: where the runs of a study are executed.
+"""What an engine is, and the engine of this machine.
 
-To add an engine (SLURM, Kubernetes, ...):
-1. write a class with the three methods of `Engine`, and one with the three methods of `WorkerHandle`;
-2. add it to `ENGINES`, and its name to `EngineName` in `qkflow.studies.config`.
+To add an engine (Kubernetes, ...):
+1. write a class with the methods of `Engine`, and one with the three methods of `WorkerHandle`;
+2. add it to `qkflow.studies.runner.build_engine`, and its name to `qkflow.studies.config.EngineName`.
 
-An engine starts one worker process per run: `python -m qkflow.training.worker FOLDER`, or the command of the
-study. `LocalEngine` forks the former from a server (`fork_server`). The run's folder is the only interface
-between worker and study, so all machines must share it. The exit code of a worker (`qkflow.training.run_dir`)
-tells how the run ended:
+An engine starts one worker per run: `python -m qkflow.training.worker FOLDER`, or the command of the study.
+`LocalEngine` forks the former from a server (`fork_server`). The run's folder is the only interface between
+worker and study, so all machines must share it. The exit code of a worker (`qkflow.training.run_dir`) tells
+how the run ended:
 
 | exit code | meaning |
 |---|---|
 | 0 (EXIT_FINISHED) | finished: result.json is written |
+| 74 (EXIT_LOCKED) | not started: another process trains in the folder |
 | 75 (EXIT_INTERRUPTED) | stopped by SIGTERM: the state is saved |
 | 2 (EXIT_BAD_INPUT) | bad input: the last line of log.txt is `InputError.to_line()` |
 | other | failed: result.json or the last line of log.txt has the reason |
@@ -23,19 +24,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from qkflow import files
-from qkflow.errors import InputError
-from qkflow.studies.config import EngineName
+from qkflow.locks import find_remote_owner, owner_file, try_lock
 from qkflow.studies.runner import fork_server
 from qkflow.studies.runner.study_dir import LOG_FILE
 from qkflow.system import process_cpu_count
+from qkflow.training.run_dir import RUN_LOCK
 
 WORKER_MODULE = "qkflow.training.worker"
+LAUNCHER_MODULE = "qkflow.studies.runner.launcher"
 # what `WorkerHandle.poll` returns besides exit codes
 RUN_LOCKED = -1001  # not started: another process is using the run's folder
 WORKER_LOST = -1002  # the machine of the worker is gone
@@ -60,11 +63,32 @@ class WorkerHandle(Protocol):
         """Kill the worker and wait until it is gone."""
 
 
+@dataclass(frozen=True)
+class Retries:
+    """How often a run is started again: after its machine was lost, and after its program has failed."""
+
+    lost: int = 0
+    failed: int = 0
+
+
 class Engine(Protocol):
     """Starts workers. `execution.execute_runs` decides which run is started when."""
 
+    @property
+    def retries(self) -> Retries: ...
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether all runs are started at once, since a scheduler decides how many execute at a time.
+
+        Its jobs outlive the study, which finds them again.
+        """
+
     def default_jobs(self) -> int:
         """Return how many workers to run at a time."""
+
+    def check_folder(self, folder: Path) -> None:
+        """Raise InputError if a machine of the engine cannot use the study's folder, which exists."""
 
     def start(self, folder: Path, slot: int) -> WorkerHandle:
         """Start the worker of the run in `folder`; `slot` < jobs is free, and may select a GPU.
@@ -76,11 +100,18 @@ class Engine(Protocol):
         """Release what the engine holds, after its last worker."""
 
 
-class EngineFactory(Protocol):
-    def __call__(
-        self, command: Sequence[str] | None, threads: int, device: str, *, module: str = WORKER_MODULE
-    ) -> Engine:
-        """Build an engine. Workers execute `module`, or `command` with the run's folder as last argument."""
+def worker_command(command: Sequence[str] | None, module: str, processes: int) -> tuple[str, ...]:
+    """Return the command of a worker without its last argument, the folder of the run."""
+    if command:
+        return tuple(command)
+    if processes > 1:
+        return (sys.executable, "-m", LAUNCHER_MODULE, str(processes), module)
+    return (sys.executable, "-m", module)
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """Return the environment variables that limit the CPU threads of a process."""
+    return {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
 def cuda_device_count(device: str) -> int:
@@ -116,31 +147,38 @@ class SubprocessWorker:
         self._process = process
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        is_new = self._process.returncode is None
+        code = self._process.poll()
+        if is_new and code is not None and hasattr(os, "killpg"):
+            fork_server.kill_group(self._process.pid)
+        return code
 
     def stop(self) -> None:
-        if self._process.poll() is None:
+        if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        if self._process.poll() is None:
+        if self.poll() is None:
             self._process.kill()
-            self._process.wait()
+            while self.poll() is None:
+                time.sleep(0.01)
 
 
 @contextmanager
-def _run_lock(path: Path) -> Iterator[tuple[bool, tuple[int, ...]]]:
+def _run_lock(folder: Path) -> Iterator[tuple[bool, tuple[int, ...]]]:
     """Try to lock a run; yield whether it was free, and the file descriptors for the worker to inherit.
 
     The worker holds the lock through its descriptor until it exits, even if the study that started it is
-    killed. A resumed study then waits for this worker instead of training the same run beside it.
+    killed. A resumed study then waits for this worker instead of training the same run beside it; also for
+    one on another machine, until its heartbeat is old.
     """
+    is_free = find_remote_owner(owner_file(folder, RUN_LOCK)) is None
     if sys.platform == "win32":  # no inheritable locks
-        yield True, ()
+        yield is_free, ()
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        yield files.try_lock(descriptor), (descriptor,)
+        yield try_lock(descriptor) and is_free, (descriptor,)
     finally:
         os.close(descriptor)
 
@@ -148,9 +186,13 @@ def _run_lock(path: Path) -> Iterator[tuple[bool, tuple[int, ...]]]:
 class LocalEngine:
     """Processes of this machine, one per CPU core or GPU: small models train faster side by side.
 
-    Workers execute `module`, forked from a server that has imported it. With `command`, or where fork is not
-    available, each worker is a new interpreter.
+    Workers execute `module`, forked from a server that has imported it. With `command`, with several
+    `processes` per run, or where fork is not available, each worker is a new interpreter. With `owns_workers`
+    they do not outlive this process.
     """
+
+    retries = Retries()  # a failure on one's own machine is shown at once
+    has_queue = False
 
     def __init__(
         self,
@@ -159,20 +201,40 @@ class LocalEngine:
         device: str = "auto",
         *,
         module: str = WORKER_MODULE,
+        processes: int = 1,
+        owns_workers: bool = False,
     ) -> None:
-        self.threads = threads
+        self.threads, self.processes = threads, processes
         self.n_gpus = cuda_device_count(device)
-        self.command = tuple(command or (sys.executable, "-m", module))
-        self._env = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        use_server = command is None and fork_server.is_supported()
-        self._server = fork_server.ForkServer(module, self._env) if use_server else None
+        self.command = worker_command(command, module, processes)
+        self._env = thread_variables(threads)
+        self._server = None
+        is_module = command is None and processes == 1
+        if fork_server.is_supported() and (is_module or owns_workers):
+            self._server = fork_server.ForkServer(
+                module,
+                self._env,
+                command=None if is_module else self.command,
+                owns_workers=owns_workers,
+            )
 
     def default_jobs(self) -> int:
-        return self.n_gpus or max(1, process_cpu_count() // self.threads)
+        if self.n_gpus:
+            return max(1, self.n_gpus // self.processes)
+        return max(1, process_cpu_count() // (self.threads * self.processes))
+
+    def check_folder(self, folder: Path) -> None:
+        pass
+
+    def _gpu_variables(self, slot: int) -> dict[str, str]:
+        if not self.n_gpus:
+            return {}
+        gpus = ((slot * self.processes + rank) % self.n_gpus for rank in range(self.processes))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
 
     def start(self, folder: Path, slot: int) -> WorkerHandle:
-        env = {"CUDA_VISIBLE_DEVICES": str(slot % self.n_gpus)} if self.n_gpus else {}
-        with _run_lock(folder / ".lock") as (is_free, inherited), open(folder / LOG_FILE, "ab") as log:
+        env = self._gpu_variables(slot)
+        with _run_lock(folder) as (is_free, inherited), open(folder / LOG_FILE, "ab") as log:
             if not is_free:
                 return LockedRun()
             if self._server is not None:
@@ -192,95 +254,3 @@ class LocalEngine:
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
-
-
-class RayEngine:
-    """Workers on the machines of a Ray cluster, which must share the study's folder."""
-
-    def __init__(
-        self,
-        command: Sequence[str] | None = None,
-        threads: int = 1,
-        device: str = "auto",
-        *,
-        module: str = WORKER_MODULE,
-    ) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise InputError(
-                '--engine ray needs Ray: pip install "qkflow[ray]"', code="missing-dependency"
-            ) from None
-        self.ray: Any = ray
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            ray.init(log_to_driver=False, configure_logging=False)
-        resources = ray.cluster_resources()
-        self.threads = threads
-        self._n_gpus = int(resources.get("GPU", 0)) if device in ("auto", "cuda") else 0
-        self._n_cpus = int(resources.get("CPU", 1))
-        self._actor = ray.remote(num_cpus=threads, num_gpus=1 if self._n_gpus else 0)(_RayWorker)
-        # None: each node executes the module with its own Python interpreter
-        self.command, self.module = tuple(command) if command else None, module
-
-    def default_jobs(self) -> int:
-        return self._n_gpus or max(1, self._n_cpus // self.threads)
-
-    def start(self, folder: Path, slot: int) -> WorkerHandle:
-        actor = self._actor.remote(self.command, self.module, self.threads, str(folder.resolve()))
-        return _RayWorkerHandle(self.ray, actor)
-
-    def close(self) -> None:
-        if self._owns_ray:
-            self.ray.shutdown()
-
-
-class _RayWorker:
-    """Ray actor that starts a local worker on its node."""
-
-    def __init__(self, command: Sequence[str] | None, module: str, threads: int, folder: str) -> None:
-        # by a command: the actor executes one run, for which a server would not pay off
-        engine = LocalEngine(command or (sys.executable, "-m", module), threads, device="assigned by ray")
-        self._worker = engine.start(Path(folder), 0)
-
-    def poll(self) -> int | None:
-        return self._worker.poll()
-
-    def stop(self) -> None:
-        self._worker.stop()
-
-    def kill(self) -> None:
-        self._worker.kill()
-
-
-class _RayWorkerHandle:
-    sentinel = None
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self._actor = ray, actor
-        self._poll_ref = actor.poll.remote()
-
-    def poll(self) -> int | None:
-        ready, _ = self._ray.wait([self._poll_ref], timeout=0)
-        if not ready:  # also while the actor waits for resources
-            return None
-        try:
-            code: int | None = self._ray.get(self._poll_ref)
-        except self._ray.exceptions.RayError:
-            return WORKER_LOST
-        if code is None:
-            self._poll_ref = self._actor.poll.remote()
-        else:
-            self._ray.kill(self._actor)  # frees its resources
-        return code
-
-    def stop(self) -> None:
-        self._actor.stop.remote()
-
-    def kill(self) -> None:
-        # the process first: it would survive its actor
-        self._ray.wait([self._actor.kill.remote()], timeout=5)
-        self._ray.kill(self._actor)
-
-
-ENGINES: dict[EngineName, EngineFactory] = {"local": LocalEngine, "ray": RayEngine}

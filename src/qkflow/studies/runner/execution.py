@@ -17,11 +17,17 @@ from typing import Literal
 from qkflow.console import err
 from qkflow.errors import InputError
 from qkflow.studies.grid import RunSpec
-from qkflow.studies.runner.engines import RUN_LOCKED, WORKER_LOST, Engine, WorkerHandle
+from qkflow.studies.runner.engines import RUN_LOCKED, WORKER_LOST, Engine, Retries, WorkerHandle
 from qkflow.studies.runner.live import LiveTable, format_duration
 from qkflow.studies.runner.study_dir import RunDir, StudyDir
 from qkflow.training.metrics_log import MetricsTail
-from qkflow.training.run_dir import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, METRICS_FILE
+from qkflow.training.run_dir import (
+    EXIT_BAD_INPUT,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_LOCKED,
+    METRICS_FILE,
+)
 
 POLL_INTERVAL = 0.2  # seconds, for workers without a sentinel
 REFRESH_INTERVAL = 0.5  # seconds; rendering the table takes CPU time from the workers
@@ -48,6 +54,8 @@ class RunTracker:
     message: str = ""
     wall_seconds: float | None = None
     train_seconds: float = 0.0  # in optimizer steps, over all resumes
+    times_lost: int = 0
+    times_failed: int = 0
     _start_time: float = 0.0
     _start_train_seconds: float = 0.0
     _metrics: MetricsTail = field(init=False, repr=False)
@@ -88,6 +96,20 @@ class RunTracker:
                 self.loss = loss
             if isinstance(speed, int | float) and speed > 0:
                 self.tokens_per_second = speed
+
+    def count_retry(self, exit_code: int, retries: Retries) -> bool:
+        """Return whether to start the run again after this exit, and count it.
+
+        A lost machine, or one that has stopped its worker, says nothing about the run. A program that has
+        failed is likely to fail again.
+        """
+        if exit_code in (EXIT_BAD_INPUT, EXIT_FINISHED):
+            return False
+        if exit_code in (WORKER_LOST, EXIT_INTERRUPTED):
+            self.times_lost += 1
+            return self.times_lost <= retries.lost
+        self.times_failed += 1
+        return self.times_failed <= retries.failed
 
     def mark_exited(self, exit_code: int) -> None:
         """Set the final status from exit code and result.json; write result.json if the worker has not."""
@@ -168,9 +190,10 @@ def execute_runs(
             tracker.read_new_metrics()  # the progress of an interrupted run
     queue = deque(tracker for tracker in trackers if not tracker.is_done)
     if queue:
-        start, slots = time.monotonic(), min(jobs or engine.default_jobs(), len(queue))
+        slots = min(jobs or engine.default_jobs(), len(queue))
+        start, n_started = time.monotonic(), len(queue) if engine.has_queue else slots
         with _sigterm_as_keyboard_interrupt(), LiveTable(title, trackers) as live_table:
-            _run_queue(queue, live_table, engine, slots)
+            _run_queue(queue, live_table, engine, n_started)
         if execution_time is not None:
             execution_time.add(slots, time.monotonic() - start, trackers)
     return trackers
@@ -186,10 +209,14 @@ def _run_queue(queue: deque[RunTracker], live_table: LiveTable, engine: Engine, 
             _start_runs(queue, active, engine, jobs)
             live_table.refresh()
             _wait_for_exit(active)
-            _poll_runs(queue, active)
+            _poll_runs(queue, active, engine.retries)
         live_table.refresh()
     except KeyboardInterrupt:
-        _stop_workers(active)
+        if engine.has_queue:
+            err.print(f"interrupted: {len(active)} jobs stay in the queue; the same command finds them again")
+            active.clear()
+        else:
+            _stop_workers(active)
         raise StudyInterrupted from None
     finally:
         for _, handle in active.values():
@@ -221,7 +248,7 @@ def _wait_for_exit(active: Active) -> None:
         time.sleep(timeout)
 
 
-def _poll_runs(queue: deque[RunTracker], active: Active) -> None:
+def _poll_runs(queue: deque[RunTracker], active: Active, retries: Retries) -> None:
     """Update every active run; remove those that have exited."""
     for slot, (tracker, handle) in list(active.items()):
         tracker.read_new_metrics()
@@ -229,7 +256,8 @@ def _poll_runs(queue: deque[RunTracker], active: Active) -> None:
         if code is None:
             continue
         del active[slot]
-        if code == RUN_LOCKED:  # a worker of a killed study still trains this run: try again later
+        # RUN_LOCKED: a worker of a killed study still trains this run
+        if code in (RUN_LOCKED, EXIT_LOCKED) or tracker.count_retry(code, retries):
             tracker.status = "waiting"
             queue.append(tracker)
             continue

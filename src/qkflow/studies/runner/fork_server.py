@@ -9,11 +9,15 @@ the server exits at once when the study is killed, while its workers continue.
 
 Per worker the study sends its arguments as JSON with three file descriptors (log, lock, status). The server
 writes the process id to `status`, then the exit code.
+
+On a node of a cluster the server owns its workers: it kills them, and all they have started, when the process
+that started it is gone. As a subreaper it becomes the parent of orphaned descendants, so it finds them all.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -49,6 +53,8 @@ _SERVER_CODE = f"import sys; from {__name__} import main; main(sys.argv[1:])"
 _LENGTH = struct.Struct("I")  # of a request; 0: kill all workers and exit
 _STATUS = struct.Struct("q")  # process id or exit code
 _N_DESCRIPTORS = 3
+_OWN_WORKERS = "own-workers"
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 
 def is_supported() -> bool:
@@ -57,17 +63,30 @@ def is_supported() -> bool:
 
 
 class ForkServer:
-    """The study's end: starts the server with the first worker, and again if it has died."""
+    """The study's end: starts the server with the first worker, and again if it has died.
 
-    def __init__(self, module: str, env: Mapping[str, str]) -> None:
+    Workers execute `module`, or `command` with the folder as last argument. With `owns_workers` they do not
+    outlive the process that has started the server.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        env: Mapping[str, str],
+        *,
+        command: Sequence[str] | None = None,
+        owns_workers: bool = False,
+    ) -> None:
         self.module, self.env = module, {**os.environ, **env}
+        self.command, self.owns_workers = list(command or ()), owns_workers
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
     def start_worker(self, folder: Path, env: Mapping[str, str], log: IO[bytes], lock: int) -> ForkedWorker:
         """Start the worker of `folder`. It inherits `lock`; stdout and stderr go to `log`."""
         connection = self._connect(log)
-        request = json.dumps({"folder": str(folder), "env": dict(env)}).encode()
+        arguments = {"folder": str(folder), "env": dict(env), "command": self.command}
+        request = json.dumps(arguments).encode()
         status, status_writer = os.pipe()
         worker = ForkedWorker(status)
         try:
@@ -85,9 +104,11 @@ class ForkServer:
             self.close()
         if self._socket is None:
             self._socket, server_end = socket.socketpair()
+            options = [_OWN_WORKERS] if self.owns_workers else []
+            module = "" if self.command else self.module
             with server_end:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVER_CODE, str(server_end.fileno()), self.module],
+                    [sys.executable, "-c", _SERVER_CODE, str(server_end.fileno()), module, *options],
                     stdin=subprocess.DEVNULL,
                     stdout=log,  # a server that fails explains it in the log of its first run
                     stderr=subprocess.STDOUT,
@@ -181,6 +202,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             if not request:
                 for pid in children:
                     os.kill(pid, signal.SIGKILL)
+                    kill_group(pid)
                 return None
             pid = os.fork()
             if pid == 0:
@@ -230,8 +252,15 @@ def _report_exits(children: dict[int, int]) -> None:
     for pid, status in list(children.items()):
         exited, code = os.waitpid(pid, os.WNOHANG)
         if exited:
+            kill_group(pid)
             _write_status(status, os.waitstatus_to_exitcode(code))
             os.close(children.pop(pid))
+
+
+def kill_group(pid: int) -> None:
+    """Kill what the worker `pid`, the leader of its process group, has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _write_status(status: int, value: int) -> None:
@@ -248,18 +277,49 @@ def _preload(module: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    descriptor, module = arguments
-    with suppress(Exception):  # the worker fails with the same error, in the log of its run
-        _preload(module)
-    sys.modules.pop(module, None)  # a child executes it as __main__
+    descriptor, module, *options = arguments
+    owns_workers = _OWN_WORKERS in options
+    if owns_workers and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if module:
+        with suppress(Exception):  # the worker fails with the same error, in the log of its run
+            _preload(module)
+        sys.modules.pop(module, None)  # a child executes it as __main__
     gc.collect()
     gc.freeze()  # a collection in a child must not traverse, and so copy, what was imported
     with socket.socket(fileno=int(descriptor)) as connection:
         request = serve(connection)
-    if request is not None:
-        os.environ.update(request["env"])
-        sys.argv = [module, request["folder"]]
-        _exit_fast(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+    if request is None:
+        if owns_workers:
+            _kill_descendants()
+        return
+    os.environ.update(request["env"])
+    if command := request["command"]:
+        os.execvp(command[0], [*command, request["folder"]])
+    sys.argv = [module, request["folder"]]
+    _exit_fast(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))
+
+
+def _kill_descendants() -> None:
+    """Kill all children; their own children become ours, if this process is a subreaper, and follow."""
+    while True:
+        for pid in _child_pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _child_pids() -> list[int]:
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # PID (NAME) STATE PARENT …, and a name may contain anything
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                pids.append(int(stat.parent.name))
+    return pids
 
 
 def _exit_fast(run: Callable[[], object]) -> NoReturn:

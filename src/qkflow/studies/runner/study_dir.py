@@ -23,7 +23,8 @@ from typing import Any
 import yaml
 
 from qkflow.errors import InputError
-from qkflow.files import lock_folder, write_atomic
+from qkflow.files import write_atomic
+from qkflow.locks import lock_folder
 from qkflow.training.metrics_log import read_rows_by_kind
 from qkflow.training.run_dir import (
     METRICS_FILE,
@@ -133,7 +134,11 @@ class StudyDir:
         """Raise InputError if the folder cannot hold this study; write nothing."""
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"--out {self.path} is a file: use a folder", code="not-a-folder")
-        if not self.exists and self.path.is_dir() and any(p.name != ".lock" for p in self.path.iterdir()):
+        if (
+            not self.exists
+            and self.path.is_dir()
+            and any(not p.name.startswith(".lock") for p in self.path.iterdir())
+        ):
             raise InputError(
                 f"--out {self.path} is not empty and not a study: use a new folder", code="folder-not-empty"
             )
