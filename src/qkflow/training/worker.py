@@ -20,6 +20,7 @@ from qkflow.errors import InputError
 from qkflow.training.callbacks import Callback, StderrCallback
 from qkflow.training.checkpoint import DiskFullError
 from qkflow.training.config import ParallelMode, RunConfig
+from qkflow.training.distributed import LostProcessError
 from qkflow.training.loop import StoppedError, train
 from qkflow.training.run_dir import (
     CHECKPOINTS_DIR,
@@ -58,6 +59,10 @@ def run_worker(
     except StoppedError as stopped:
         print(f"qkflow: {stopped}: the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except LostProcessError as error:  # no result.json: the run can be resumed
+        reason = "torchrun names the first process that ended"
+        print(f"qkflow: {error}: {reason}, and the same command resumes the run", file=sys.stderr)
+        return EXIT_FAILED
     except NonFiniteError as error:
         write_failure(folder, str(error))
         print(f"qkflow: {error}", file=sys.stderr)
