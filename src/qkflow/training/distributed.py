@@ -51,7 +51,7 @@ class DistContext:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module whose forward synchronizes gradients; `model` keeps its parameter names."""
-        if self.mode == "ddp":
+        if self.mode == "ddp" and self.world_size > 1:
             from torch.nn.parallel import DistributedDataParallel
 
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -93,8 +93,7 @@ class DistContext:
     @contextmanager
     def gradient_sync(self, model: nn.Module, is_last_microbatch: bool) -> Iterator[None]:
         """Reduce gradients only in the last microbatch of a step."""
-        if self.mode == "ddp" and not is_last_microbatch:
-            assert isinstance(model, nn.parallel.DistributedDataParallel)
+        if isinstance(model, nn.parallel.DistributedDataParallel) and not is_last_microbatch:
             with model.no_sync():
                 yield
             return
@@ -174,7 +173,7 @@ def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[Dis
     if rank_device.type == "cuda":
         rank_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(rank_device)
-    with _process_group(rank_device):
+    with process_group(rank_device):
         rank = torch.distributed.get_rank()
         try:
             yield DistContext(rank_device, parallel or "ddp", rank, world_size)
@@ -195,11 +194,21 @@ def _world_size() -> int:
 
 
 @contextmanager
-def _process_group(device: torch.device) -> Iterator[None]:
+def process_group(device: torch.device) -> Iterator[None]:
+    """Join the process group of torchrun until the block ends, or use the one that exists."""
     if _has_process_group():
         yield
         return
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun keeps one store over restarts (--max-restarts), with the addresses of processes that have
+        # ended. Restarts are counted per machine, so that the count names the attempt on one machine only.
+        store, rank, world_size = next(torch.distributed.rendezvous("env://"))
+        attempt = f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = torch.distributed.PrefixStore(attempt, store)
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    else:
+        torch.distributed.init_process_group(backend)
     try:
         yield
     finally:
