@@ -27,9 +27,8 @@ def test_failure_is_read_back(tmp_path: Path) -> None:
 
 def test_locked_run_dir_is_refused(tmp_path: Path) -> None:
     context = DistContext(torch.device("cpu"))
-    with lock_run_dir(tmp_path, context):
-        with raises_code("folder-locked"), lock_run_dir(tmp_path, context):
-            pass
+    with lock_run_dir(tmp_path, context), raises_code("folder-locked"), lock_run_dir(tmp_path, context):
+        pass
     with lock_run_dir(tmp_path, context):
         pass
 

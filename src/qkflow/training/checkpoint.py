@@ -259,9 +259,7 @@ def _read_state(path: Path, state_dict: Mapping[str, Tensor]) -> None:
             tensor.copy_(file.get_tensor(name))
 
 
-def _check_shapes(
-    path: Path, sizes: Mapping[str, tuple[int, ...]], state_dict: Mapping[str, Tensor]
-) -> None:
+def _check_shapes(path: Path, sizes: Mapping[str, tuple[int, ...]], state_dict: Mapping[str, Tensor]) -> None:
     for name, tensor in state_dict.items():
         if name not in sizes:
             raise CorruptCheckpointError(f"{path} does not contain '{name}'")

@@ -65,9 +65,7 @@ class DistContext:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         shape = self.mesh_shape(config.shard_degree)
-        mesh = init_device_mesh(
-            self.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
-        )
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         # Inputs are not cast: the residual stream and the rotation stay in fp32, as under autocast.
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[config.param_dtype],
@@ -218,4 +216,3 @@ def process_group(device: torch.device) -> Iterator[None]:
 def _is_connection_error(error: RuntimeError) -> bool:
     """Return whether a collective operation failed; gloo raises RuntimeError with the place in its source."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-

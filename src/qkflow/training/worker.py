@@ -1,4 +1,4 @@
-"""Train the run in a folder: `python -m qkflow.training.worker FOLDER [--threads N] [--parallel ddp|fsdp]`.
+"""Train the run in a folder: `python -m qkflow.training.worker FOLDER [--threads N] [--parallel MODE]`.
 
 Exit codes: 0 finished, 75 stopped by a signal after a checkpoint, 2 bad input, 1 failed (see result.json).
 """
