@@ -146,9 +146,8 @@ def show(report: dict[str, Any], options: argparse.Namespace) -> None:
     if options.measure == "memory":
         ranks = ", ".join(f"{size / 1e6:.1f} MB" for size in report["ranks"])
         print(f"  weights and optimizer state: {report['one process'] / 1e6:.1f} MB in one process")
-        print(
-            f"  fsdp on {len(report['ranks'])} processes: {ranks}; largest / one process {report['ratio']:.3f}"
-        )
+        ratio = f"largest / one process {report['ratio']:.3f}"
+        print(f"  fsdp on {len(report['ranks'])} processes: {ranks}; {ratio}")
         return
     for name, tokens in report.pop("tokens_per_second", {}).items():
         print(f"  {name}: {tokens:,.0f} tokens/s ({options.clock} clock)")
