@@ -76,17 +76,17 @@ class DistContext:
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
     def mesh_shape(self, shard_degree: int | None = None) -> tuple[int, ...]:
-        """Return the shape of the device mesh: (shards,), for hsdp (replicas, shards)."""
+        """Return the shape of the device mesh: (world_size,), for hsdp (replicas, processes per replica)."""
         if self.mode != "hsdp":
             return (self.world_size,)
-        shards = shard_degree or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        if self.world_size % shards:
+        degree = shard_degree or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if self.world_size % degree:
             raise InputError(
-                f"hsdp cannot divide {self.world_size} processes into replicas of {shards}: set "
+                f"hsdp cannot divide {self.world_size} processes into replicas of {degree}: set "
                 "train.shard_degree to a divisor",
                 code="shard-degree-not-divisor",
             )
-        return self.world_size // shards, shards
+        return self.world_size // degree, degree
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, is_last_microbatch: bool) -> Iterator[None]:
