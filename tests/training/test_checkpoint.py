@@ -16,7 +16,13 @@ from torch import Tensor
 
 from input_errors import raises_code
 from qkflow.training import worker
-from qkflow.training.checkpoint import Checkpoint, CheckpointManager, DiskFullError, load_checkpoint
+from qkflow.training.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    CorruptCheckpointError,
+    DiskFullError,
+    load_checkpoint,
+)
 from qkflow.training.distributed import DistContext
 
 ONE_PROCESS = DistContext(torch.device("cpu"))
@@ -97,6 +103,21 @@ def test_checkpoint_of_another_config_is_refused(checkpoints: CheckpointManager)
     other = CheckpointManager(checkpoints.folder, "other", 2, ONE_PROCESS, print)
     with raises_code("checkpoint-of-another-config"):
         other.latest()
+
+
+@pytest.mark.parametrize("file", ["state.safetensors", "shard-00001-model-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("tensor", [{"model.more": torch.zeros(2)}, {"model.w": torch.zeros(5)}])
+def test_tensors_of_another_model_are_refused(
+    checkpoints: CheckpointManager, file: str, tensor: dict[str, torch.Tensor]
+) -> None:
+    """The second file name is that of a sharded checkpoint, read by `torch.distributed.checkpoint`."""
+    checkpoints.save(1, {"model.w": torch.zeros(3)}, {"seconds": 0.1})
+    path = checkpoints.folder / "step-00000001"
+    (path / "state.safetensors").rename(path / file)
+    checkpoint = Checkpoint(path, {})
+    load_checkpoint(checkpoint, {"model.w": torch.ones(3)})
+    with pytest.raises(CorruptCheckpointError):
+        load_checkpoint(checkpoint, tensor)
 
 
 def test_checkpoint_of_an_older_format_is_refused(checkpoints: CheckpointManager) -> None:

@@ -25,14 +25,11 @@ def test_failure_is_read_back(tmp_path: Path) -> None:
     assert read_result(tmp_path) == {"status": "failed", "error": "the loss is not finite"}
 
 
-def test_only_the_main_process_locks_the_run_dir(tmp_path: Path) -> None:
-    main, other = (DistContext(torch.device("cpu"), "ddp", rank, 2) for rank in (0, 1))
-    with lock_run_dir(tmp_path, main):
-        with raises_code("folder-locked"), lock_run_dir(tmp_path, main):
-            pass
-        with lock_run_dir(tmp_path, other):
-            pass
-    with lock_run_dir(tmp_path, main):
+def test_locked_run_dir_is_refused(tmp_path: Path) -> None:
+    context = DistContext(torch.device("cpu"))
+    with lock_run_dir(tmp_path, context), raises_code("folder-locked"), lock_run_dir(tmp_path, context):
+        pass
+    with lock_run_dir(tmp_path, context):
         pass
 
 

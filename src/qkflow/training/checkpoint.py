@@ -214,7 +214,10 @@ def verify_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_checkpoint(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) -> None:
-    """Copy a checkpoint into the tensors of `state_dict`; their sharding may differ from the saved one."""
+    """Copy a checkpoint into the tensors of `state_dict`; their sharding may differ from the saved one.
+
+    Raise CorruptCheckpointError if a tensor is missing or has another shape.
+    """
     single = checkpoint.path / STATE_FILE
     if single.is_file() and not any(hasattr(tensor, "full_tensor") for tensor in state_dict.values()):
         _read_state(single, state_dict)
@@ -223,6 +226,9 @@ def load_checkpoint(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) ->
     from torch.distributed.checkpoint import load as distributed_load
 
     reader = HuggingFaceStorageReader(str(checkpoint.path))
+    stored = reader.read_metadata().state_dict_metadata
+    sizes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+    _check_shapes(checkpoint.path, sizes, _scalars_as_1d(state_dict))
     distributed_load(
         dict(_scalars_as_1d(state_dict)),
         storage_reader=reader,
@@ -255,12 +261,22 @@ def _read_state(path: Path, state_dict: Mapping[str, Tensor]) -> None:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        stored = set(file.keys())
-        for name, tensor in _scalars_as_1d(state_dict).items():
-            if name not in stored:
-                raise CorruptCheckpointError(f"{path} does not contain '{name}'")
+        tensors = _scalars_as_1d(state_dict)
+        sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        _check_shapes(path, sizes, tensors)
+        for name, tensor in tensors.items():
             # Copied instead of memory-mapped: the rounding of CPU kernels depends on alignment.
             tensor.copy_(file.get_tensor(name))
+
+
+def _check_shapes(path: Path, sizes: Mapping[str, tuple[int, ...]], state_dict: Mapping[str, Tensor]) -> None:
+    for name, tensor in state_dict.items():
+        if name not in sizes:
+            raise CorruptCheckpointError(f"{path} does not contain '{name}'")
+        if sizes[name] != tuple(tensor.shape):
+            raise CorruptCheckpointError(
+                f"{path} has '{name}' with the shape {sizes[name]}, not {tuple(tensor.shape)}"
+            )
 
 
 def _scalars_as_1d(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

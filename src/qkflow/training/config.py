@@ -26,7 +26,7 @@ from qkflow.training.pace import check_pace
 OptimizerName = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Precision = Literal["fp32", "bf16"]
-ParallelMode = Literal["none", "ddp", "fsdp"]
+ParallelMode = Literal["none", "ddp", "fsdp", "hsdp"]
 WriterName = Literal["tensorboard", "trackio", "wandb"]
 DEFAULT_TOKENS = 1_000_000
 # Learning rates of `qkflow train` and `compare`: the best at 1M parameters. TrainConfig has that of AdamW.
@@ -72,9 +72,12 @@ class TrainConfig:
     seed: int = 0  # of the init and the batches
     # Compute
     precision: Precision = "fp32"  # bf16: autocast; weights stay fp32
-    compile: bool | str = False  # true, or a backend of torch.compile
+    compile: bool | str = False  # compile every block: true, or a backend of torch.compile
     activation_checkpointing: bool = False  # recompute blocks in the backward pass to save memory
     parallel: ParallelMode | None = None  # under torchrun (default: ddp)
+    shard_degree: int | None = None  # processes per replica under hsdp (default: those of one machine)
+    param_dtype: Precision = "fp32"  # of weights gathered by fsdp and hsdp; bf16 needs precision bf16
+    reduce_dtype: Precision = "fp32"  # of gradients reduced by fsdp and hsdp
     device: str = "auto"  # auto, cpu, cuda or mps
     # Logging and checkpoints: none of these changes the trained weights.
     evaluations: int = 20  # evenly spaced over the run
@@ -102,6 +105,11 @@ class TrainConfig:
                 f"train.batch_size {self.batch_size} is not a multiple of train.accumulate {self.accumulate}",
                 code="batch-not-divisible",
             )
+        if self.param_dtype == "bf16" and self.precision != "bf16":
+            raise InputError(
+                f"train.param_dtype bf16 needs train.precision bf16, not {self.precision}",
+                code="param-dtype-without-autocast",
+            )
         if self.pace is not None:
             check_pace(self.pace, in_minutes=self.minutes is not None)
 
@@ -116,6 +124,7 @@ class TrainConfig:
                 "save_every",
                 "save_minutes",
                 "keep_latest_k",
+                "shard_degree",
             ),
         ):
             value = getattr(self, name)
@@ -134,7 +143,8 @@ class TrainConfig:
 
 # Keys of `train` that may change when a run resumes from a checkpoint.
 CHANGEABLE_ON_RESUME = {
-    *("compile", "activation_checkpointing", "parallel", "device", "evaluations", "eval_every"),
+    *("compile", "activation_checkpointing", "parallel", "shard_degree", "device", "evaluations"),
+    *("eval_every",),
     *("eval_tokens", "final_eval_tokens", "probe_every", "log_every", "save_every", "save_minutes"),
     *("keep_latest_k", "writers"),
 }
@@ -223,6 +233,9 @@ class RunConfig:
         }
         if self.train.optimizer == "adamw":  # the keys of Muon do not matter
             del train["optimizer"], train["momentum"]
+        for name in ("param_dtype", "reduce_dtype"):  # added later: older checkpoints do not have them
+            if train[name] == "fp32":
+                del train[name]
         model = self.model_config(2).to_dict() | {"vocab_size": self.model.get("vocab_size")}
         text = json.dumps([model, self.data.seq_len, data_fingerprint, train], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,8 @@
-"""Distributed training in processes started by `torchrun`: data-parallel (DDP) or sharded (FSDP2).
+"""Distributed training in processes started by `torchrun`.
+
+ddp   every process has the whole model; gradients are averaged (DistributedDataParallel)
+fsdp  weights, gradients and optimizer state are sharded over all processes (FSDP2, `fully_shard`)
+hsdp  sharded over the processes of one machine, replicated over machines (FSDP2 on a two-dimensional mesh)
 
 `train.batch_size` is the batch of all processes together, so the same config gives the same run for any
 number of processes.
@@ -7,17 +11,24 @@ number of processes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from qkflow.errors import InputError
 from qkflow.system import resolve_device
-from qkflow.training.config import ParallelMode
+from qkflow.training.config import ParallelMode, Precision, TrainConfig
+
+T = TypeVar("T")
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class LostProcessError(Exception):
+    """Another process of the run has ended, so that a collective operation failed."""
 
 
 @dataclass(frozen=True)
@@ -36,33 +47,51 @@ class DistContext:
 
     @property
     def is_sharded(self) -> bool:
-        return self.mode == "fsdp"
+        return self.mode in ("fsdp", "hsdp")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module whose forward synchronizes gradients; `model` keeps its parameter names."""
-        if self.mode == "ddp":
+        if self.mode == "ddp" and self.world_size > 1:
             from torch.nn.parallel import DistributedDataParallel
 
             return DistributedDataParallel(model, gradient_as_bucket_view=True)
         return model
 
-    def shard(self, model: nn.Module, blocks: Iterator[nn.Module]) -> None:
+    def shard(self, model: nn.Module, blocks: Iterable[nn.Module], config: TrainConfig) -> None:
         """Apply FSDP in place: one unit per block and one for the remaining parameters."""
         if not self.is_sharded:
             return
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.world_size,))
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shape = self.mesh_shape(config.shard_degree)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        # Inputs are not cast: the residual stream and the rotation stay in fp32, as under autocast.
+        policy = MixedPrecisionPolicy(
+            param_dtype=DTYPES[config.param_dtype],
+            reduce_dtype=DTYPES[config.reduce_dtype],
+            cast_forward_inputs=False,
+        )
+        for module in (*blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    def mesh_shape(self, shard_degree: int | None = None) -> tuple[int, ...]:
+        """Return the shape of the device mesh: (world_size,), for hsdp (replicas, processes per replica)."""
+        if self.mode != "hsdp":
+            return (self.world_size,)
+        degree = shard_degree or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if self.world_size % degree:
+            raise InputError(
+                f"hsdp cannot divide {self.world_size} processes into replicas of {degree}: set "
+                "train.shard_degree to a divisor",
+                code="shard-degree-not-divisor",
+            )
+        return self.world_size // degree, degree
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, is_last_microbatch: bool) -> Iterator[None]:
         """Reduce gradients only in the last microbatch of a step."""
-        if self.mode == "ddp" and not is_last_microbatch:
-            assert isinstance(model, nn.parallel.DistributedDataParallel)
+        if isinstance(model, nn.parallel.DistributedDataParallel) and not is_last_microbatch:
             with model.no_sync():
                 yield
             return
@@ -93,6 +122,22 @@ class DistContext:
         torch.distributed.broadcast_object_list(objects, src=0, device=self.device)
         return objects[0]
 
+    def run_on_main(self, fn: Callable[[], T]) -> T | None:
+        """Return `fn()` in the main process and None in the others. Its InputError is raised in all of them.
+
+        The other processes wait for it.
+        """
+        result, failure = None, None
+        if self.is_main:
+            try:
+                result = fn()
+            except InputError as error:
+                failure = error
+        failure = self.broadcast(failure)
+        if failure is not None:
+            raise failure
+        return result
+
     def barrier(self) -> None:
         if self.world_size > 1:
             torch.distributed.barrier()
@@ -100,31 +145,74 @@ class DistContext:
 
 @contextmanager
 def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[DistContext]:
-    """Join the process group that torchrun's environment variables describe, until the block ends."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size == 1:
-        if parallel in ("ddp", "fsdp"):
-            raise InputError(
-                f"parallel mode '{parallel}' needs several processes: start with torchrun --nproc-per-node 2 "
-                "-m qkflow train …",
-                code="not-distributed",
-            )
-        yield DistContext(resolve_device(device))
-        return
-    if parallel == "none":
+    """Join the process group that torchrun's environment variables describe, until the block ends.
+
+    A process group that the caller has initialized is used, and left as it is. Raise LostProcessError if
+    another process of the group ends inside the block.
+    """
+    is_launched = "RANK" in os.environ or _has_process_group()
+    world_size = _world_size()
+    if not is_launched and parallel not in (None, "none"):
         raise InputError(
-            f"torchrun started {world_size} processes, but the parallel mode is 'none': use ddp or fsdp",
+            f"parallel mode '{parallel}' needs processes of torchrun: start with torchrun --nproc-per-node 2 "
+            "-m qkflow train …",
+            code="not-distributed",
+        )
+    if world_size > 1 and parallel == "none":
+        raise InputError(
+            f"torchrun started {world_size} processes, but the parallel mode is 'none': use ddp, fsdp or "
+            "hsdp",
             code="parallel-none",
         )
-    import torch.distributed as dist
-
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if world_size == 1 and parallel in (None, "none"):
+        yield DistContext(resolve_device(device))
+        return
     rank_device = resolve_device(device)
     if rank_device.type == "cuda":
-        rank_device = torch.device("cuda", local_rank)
+        rank_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(rank_device)
-    dist.init_process_group("nccl" if rank_device.type == "cuda" else "gloo")
+    with process_group(rank_device):
+        rank = torch.distributed.get_rank()
+        try:
+            yield DistContext(rank_device, parallel or "ddp", rank, world_size)
+        except RuntimeError as error:
+            if _is_connection_error(error):
+                raise LostProcessError(f"rank {rank} lost the connection to another process") from error
+            raise
+
+
+def _has_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _world_size() -> int:
+    if _has_process_group():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Join the process group of torchrun until the block ends, or use the one that exists."""
+    if _has_process_group():
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun keeps one store over restarts (--max-restarts), with the addresses of processes that have
+        # ended. Restarts are counted per machine, so that the count names the attempt on one machine only.
+        store, rank, world_size = next(torch.distributed.rendezvous("env://"))
+        attempt = f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store = torch.distributed.PrefixStore(attempt, store)
+        torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    else:
+        torch.distributed.init_process_group(backend)
     try:
-        yield DistContext(rank_device, parallel or "ddp", dist.get_rank(), world_size)
+        yield
     finally:
-        dist.destroy_process_group()
+        torch.distributed.destroy_process_group()
+
+
+def _is_connection_error(error: RuntimeError) -> bool:
+    """Return whether a collective operation failed; gloo raises RuntimeError with the place in its source."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)

@@ -82,8 +82,7 @@ def train(
 def _prepare_data(config: RunConfig, dist_context: DistContext) -> TokenSet:
     """Return the prepared corpus; the main process prepares it, the others read the cache."""
     corpus, tokenizer, expected = config.data.corpus, config.data.tokenizer, config.data.fingerprint
-    data = prepare(corpus, tokenizer) if dist_context.is_main else None
-    dist_context.barrier()
+    data = dist_context.run_on_main(lambda: prepare(corpus, tokenizer))
     data = data or prepare(corpus, tokenizer, show_progress=False)
     if expected is not None and expected != data.fingerprint:
         raise InputError(

@@ -15,7 +15,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,7 +54,8 @@ def write_failure(folder: Path, error: str) -> None:
 @contextmanager
 def lock_run_dir(folder: Path, dist_context: DistContext) -> Iterator[None]:
     """Lock the run folder in the main process; two runs in one folder would overwrite each other."""
-    with locks.lock_folder(folder, RUN_LOCK) if dist_context.is_main else nullcontext():
+    with ExitStack() as stack:
+        dist_context.run_on_main(lambda: stack.enter_context(locks.lock_folder(folder, RUN_LOCK)))
         yield
 
 

@@ -60,14 +60,15 @@ class Stepper:
     ) -> None:
         self.decoder, self.config, self.windows, self.dist_context = decoder, config, windows, dist_context
         decoder.activation_checkpointing = config.activation_checkpointing
+        blocks = [*decoder.blocks, *(decoder.slow.blocks if decoder.slow is not None else ())]
         if config.compile:
-            decoder.compile(
-                **({} if config.compile is True else {"backend": _check_compile_backend(config.compile)})
-            )
+            backend = "inductor" if config.compile is True else _check_compile_backend(config.compile)
+            for block in blocks:  # before sharding; blocks of equal structure share one graph
+                block.compile(fullgraph=True, backend=backend)
         freeze_roles(decoder, config.freeze)
         self._pending_folds = layers_to_fold(decoder, is_sharded=dist_context.is_sharded)
         objective = Objective(decoder)
-        dist_context.shard(objective, iter(decoder.blocks))
+        dist_context.shard(objective, blocks, config)
         multipliers = pace_lr_multipliers(config.pace, decoder, total_steps)
         groups = parameter_groups(decoder, config.lr, config.weight_decay, multipliers)
         self.optimizer = _build_optimizer(config, decoder, groups)

@@ -1,4 +1,4 @@
-"""Train the run in a folder: `python -m qkflow.training.worker FOLDER [--threads N] [--parallel ddp|fsdp]`.
+"""Train the run in a folder: `python -m qkflow.training.worker FOLDER [--threads N] [--parallel MODE]`.
 
 Exit codes: 0 finished, 75 stopped by a signal after a checkpoint, 2 bad input, 1 failed (see result.json).
 """
@@ -21,6 +21,7 @@ from qkflow.errors import InputError
 from qkflow.files import DiskFullError
 from qkflow.training.callbacks import Callback, StderrCallback
 from qkflow.training.config import ParallelMode, RunConfig
+from qkflow.training.distributed import LostProcessError
 from qkflow.training.loop import StoppedError, train
 from qkflow.training.run_dir import (
     CHECKPOINTS_DIR,
@@ -60,6 +61,10 @@ def run_worker(
     except StoppedError as stopped:
         print(f"qkflow: {stopped}: the same command resumes it", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except LostProcessError as error:  # no result.json: the run can be resumed
+        reason = "torchrun names the first process that ended"
+        print(f"qkflow: {error}: {reason}, and the same command resumes the run", file=sys.stderr)
+        return EXIT_FAILED
     except NonFiniteError as error:
         write_failure(folder, str(error))
         print(f"qkflow: {error}", file=sys.stderr)

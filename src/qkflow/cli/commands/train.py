@@ -91,7 +91,8 @@ def train(
         seed: of the init and the batches (default: 0).
         precision: fp32 or bf16 (default: fp32).
         device: auto, cpu, cuda or mps (default: auto).
-        parallel: parallel mode of the processes of torchrun (default: ddp).
+        parallel: parallel mode of the processes of torchrun: ddp, fsdp (FSDP2) or hsdp, which is fsdp within
+            a machine and ddp over machines (default: ddp).
         set: any other key of the config, e.g. train.clip=0.5; may be repeated.
         threads: CPU threads (default: all cores).
         json: print the result as one JSON object instead of a table.
