@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 
@@ -168,18 +170,27 @@ def dispatch(argv: Sequence[str]) -> int:
     name, rest = split_command(argv)
     import tyro
 
+    from qkflow.cli.arguments import checked
     from qkflow.cli.help import annotate_for_tyro
 
     command = load_command(name)
     check_renamed_flags(rest, command)
-    command = annotate_for_tyro(command)
+    command = checked(annotate_for_tyro(command), rest)
     exit_code = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
     return exit_code if isinstance(exit_code, int) else 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python or PyTorch could not allocate memory."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
 
 
 def main() -> None:
     # Transparent huge pages for large tensors on Linux: decoding reads weights about 10% faster
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    for stream in (sys.stdout, sys.stderr):  # a name that is not UTF-8 is shown with escapes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = dispatch(disable_color(sys.argv[1:]))
     except InputError as error:
@@ -190,6 +201,13 @@ def main() -> None:
     except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except (MemoryError, RuntimeError) as error:
+        if os.environ.get("QKFLOW_DEBUG") or not is_out_of_memory(error):
+            raise
+        size = re.search(r"tried to allocate [\w. ]+", str(error))
+        message = f"not enough memory ({size[0] if size else 'of this machine'}): choose smaller sizes"
+        print(InputError(message, code="out-of-memory").to_line(), file=sys.stderr)
+        code = 2
     except OSError as error:
         if os.environ.get("QKFLOW_DEBUG"):
             raise

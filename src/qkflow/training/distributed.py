@@ -7,6 +7,7 @@ number of processes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,10 +99,32 @@ class DistContext:
             torch.distributed.barrier()
 
 
+def read_rank() -> tuple[int, int, int]:
+    """Return WORLD_SIZE, RANK and LOCAL_RANK, which torchrun sets; 1, 0, 0 without it."""
+    numbers = []
+    for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        text = os.environ.get(name) or default
+        if not re.fullmatch("[0-9]{1,6}", text):
+            raise _bad_rank(f"{name} is '{text}'")
+        numbers.append(int(text))
+    world_size, rank, local_rank = numbers
+    if world_size < 1 or (world_size > 1 and not (rank < world_size and local_rank < world_size)):
+        raise _bad_rank(f"RANK {rank} and LOCAL_RANK {local_rank} do not fit WORLD_SIZE {world_size}")
+    return world_size, rank, local_rank
+
+
+def _bad_rank(problem: str) -> InputError:
+    return InputError(
+        f"the environment variable {problem}: torchrun sets it; unset WORLD_SIZE, RANK and LOCAL_RANK to "
+        "train in one process",
+        code="invalid-world-size",
+    )
+
+
 @contextmanager
 def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[DistContext]:
     """Join the process group that torchrun's environment variables describe, until the block ends."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size, rank, local_rank = read_rank()
     if world_size == 1:
         if parallel in ("ddp", "fsdp"):
             raise InputError(
@@ -118,12 +141,18 @@ def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[Dis
         )
     import torch.distributed as dist
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rank_device = resolve_device(device)
     if rank_device.type == "cuda":
         rank_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(rank_device)
-    dist.init_process_group("nccl" if rank_device.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group("nccl" if rank_device.type == "cuda" else "gloo")
+    except ValueError as error:  # a variable of torchrun is missing or wrong
+        raise InputError(
+            f"process {rank} of {world_size} cannot join the others ({error}): start with torchrun, or unset "
+            "WORLD_SIZE",
+            code="invalid-world-size",
+        ) from None
     try:
         yield DistContext(rank_device, parallel or "ddp", dist.get_rank(), world_size)
     finally:
