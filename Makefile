@@ -4,7 +4,7 @@ BIN    := .venv/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit soak wheel-check bench tables docs docs-serve screenshots clean
+.PHONY: help demo test lint types unit fuzz soak wheel-check bench tables docs docs-serve screenshots clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 13
@@ -37,6 +37,9 @@ types: .venv/.dev
 
 unit: .venv/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+fuzz: .venv/.dev  ## Run 20,000 fuzzed commands and damaged files; print how they ended
+	PYTHONPATH=tests/helpers $(BIN)/python tests/fuzz/run_fuzz.py --cases 20000 --processes 2
 
 soak: .venv/.dev  ## Train 10,000 steps, report 200 runs, kill and interrupt; print counts (minutes)
 	$(BIN)/python tests/soak.py

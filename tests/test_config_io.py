@@ -7,7 +7,7 @@ import pytest
 
 from input_errors import raises_code
 from qkflow.attention.rope import RotaryEmbedding
-from qkflow.config_io import RENAMED_KEYS, check_seed, check_utf8, dataclass_from_dict, parse_count
+from qkflow.config_io import RENAMED_KEYS, Range, check_utf8, dataclass_from_dict, parse_count
 from qkflow.models.config import ModelConfig
 from qkflow.models.presets import preset
 from qkflow.training import RunConfig
@@ -92,9 +92,24 @@ def test_renamed_keys_of_a_model_config_and_a_preset() -> None:
 
 
 def test_seed_out_of_range() -> None:
-    check_seed("seed", -(2**63))
-    with raises_code("seed-out-of-range"):
-        check_seed("seed", 2**64)
+    RunConfig.from_dict({"train": {"seed": -(2**63)}})
+    with raises_code("above-maximum"):
+        RunConfig.from_dict({"train": {"seed": 2**64}})
+
+
+def test_ranges_of_numbers() -> None:
+    bounds = Range(1, 9, cost="that takes a year")
+    bounds.check("--n", 9)
+    with raises_code("below-minimum"):
+        bounds.check("--n", 0)
+    with raises_code("above-maximum") as caught:
+        bounds.check("--n", 10)
+    assert "that takes a year" in str(caught.value)
+    for value in (float("nan"), float("inf")):
+        with raises_code("not-finite"):
+            bounds.check("--n", value)
+    with raises_code("below-minimum"):
+        Range(above=0).check("--lr", 0.0)
 
 
 def test_argument_that_is_not_utf8() -> None:

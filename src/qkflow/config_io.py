@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import types
-from collections.abc import Iterable
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from qkflow.errors import InputError, unknown
+from qkflow.plain_data import shorten
 
 ConfigT = TypeVar("ConfigT")
 TYPE_DESCRIPTIONS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -52,11 +55,71 @@ RENAMED_KEYS = {
 }
 
 
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number, as `Annotated[int, Range(1, 1000)]` in a dataclass or the signature of a command.
+
+    low, high    the smallest and the largest value; `above` excludes its own value
+    cost         what a larger value would cost: the end of the sentence that refuses it
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    cost: str = ""
+
+    def check(self, name: str, value: float) -> None:
+        """Raise InputError for a value outside the range, and for NaN."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{name} must be a finite number, not {value}", code="not-finite")
+        if value < self.low or value <= self.above:
+            least = f"at least {self.low:,}" if value < self.low else f"above {self.above:g}"
+            raise InputError(f"{name} must be {least}, not {value}", code="below-minimum")
+        if value > self.high:
+            reason = f": {self.cost}" if self.cost else ""
+            raise InputError(
+                f"{name} must be at most {self.high:,}, not {shorten(value)}{reason}", code="above-maximum"
+            )
+
+
+MAX_SEED = 2**64 - 1
+Count = Annotated[int, Range(1, 10**9)]
+Positive = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+Seed = Annotated[int, Range(-(2**63), MAX_SEED)]
+THREADS = Range(1, 4096, cost="no machine has as many cores")
+
+
+def range_of(hint: Any) -> Range | None:
+    """Return the range in a type such as `Annotated[int, Range(1)] | None`; None if it has none."""
+    if get_origin(hint) is Annotated:
+        ranges = [item for item in get_args(hint) if isinstance(item, Range)]
+        return ranges[0] if ranges else range_of(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        return next((found for kind in get_args(hint) if (found := range_of(kind))), None)
+    return None
+
+
+def check_ranges(config: Any, key_path: str) -> None:
+    """Raise InputError for a number of a dataclass that is outside the range of its field."""
+    for name, bounds in _field_ranges(type(config)).items():  # type: ignore[arg-type]
+        value = getattr(config, name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            bounds.check(f"{key_path}.{name}" if key_path else f"--{name.replace('_', '-')}", value)
+
+
+@functools.cache
+def _field_ranges(cls: type) -> dict[str, Range]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: found for name, hint in hints.items() if (found := range_of(hint))}
+
+
 def dataclass_from_dict(cls: type[ConfigT], values: Any, key_path: str) -> ConfigT:
     """Build a dataclass from plain data. Raise InputError for an unknown key or a value of the wrong type."""
     hints = get_type_hints(cls)
     for key in check_mapping(values, key_path):
-        if key not in hints:
+        if not isinstance(key, str) or key not in hints:
             raise unknown_key(key_path, str(key), hints)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
@@ -83,7 +146,7 @@ def unknown_key(key_path: str, key: str, known: Iterable[str]) -> InputError:
 def check_mapping(values: Any, key_path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(
-            f"'{key_path}' must be a mapping of keys to values, not {values!r}", code="not-a-mapping"
+            f"'{key_path}' must be a mapping of keys to values, not {shorten(values)}", code="not-a-mapping"
         )
     return values
 
@@ -110,10 +173,13 @@ def _coerce(value: Any, hint: Any, key_path: str) -> Any:
     if value is None and type(None) in kinds:
         return None
     for kind in kinds:
-        if get_origin(kind) is Literal and value in get_args(kind):
+        if get_origin(kind) is Literal and isinstance(value, str | int) and value in get_args(kind):
             return value
-        if get_origin(kind) is dict and isinstance(value, dict):
-            return value
+        if get_origin(kind) in (dict, Mapping) and isinstance(value, dict):
+            item_type = get_args(kind)[1]
+            if item_type is Any:
+                return value
+            return {str(key): _coerce(item, item_type, f"{key_path}.{key}") for key, item in value.items()}
         if get_origin(kind) in (tuple, list) and isinstance(value, list | tuple):
             return get_origin(kind)(_coerce(item, get_args(kind)[0], key_path) for item in value)
         if dataclasses.is_dataclass(kind) and isinstance(value, kind):  # type: ignore[arg-type]
@@ -122,21 +188,24 @@ def _coerce(value: Any, hint: Any, key_path: str) -> Any:
             return value
         if kind in (int, float) and not isinstance(value, bool):
             try:
-                return float(value) if kind is float else _coerce_int(value)
+                number = float(value) if kind is float else _coerce_int(value)
             except (ValueError, TypeError, OverflowError):
                 continue
+            if not math.isfinite(number):
+                raise InputError(f"{key_path} must be a finite number, not {value}", code="not-finite")
+            return number
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
         key = key_path.rpartition(".")[2].replace("_", "-")
         raise unknown(key_path, str(value), choices, code=f"unknown-{key}")
     expected = " or ".join(_describe_type(kind) for kind in kinds if kind is not type(None))
-    raise InputError(f"{key_path} must be {expected}, not {value!r}", code="wrong-type")
+    raise InputError(f"{key_path} must be {expected}, not {shorten(value)}", code="wrong-type")
 
 
 def _coerce_int(value: Any) -> int:
     if isinstance(value, int):
         return value
-    text = str(value)
+    text = str(value)[:400]
     return -parse_count(text[1:]) if text.startswith("-") else parse_count(text)
 
 
@@ -145,14 +214,10 @@ def _describe_type(kind: Any) -> str:
         choices = get_args(get_args(kind)[0]) or ("a", "b")
         return f"a list, e.g. [{', '.join(map(str, choices))}]"
     return (
-        "a mapping of keys to values" if get_origin(kind) is dict else TYPE_DESCRIPTIONS.get(kind, str(kind))
+        "a mapping of keys to values"
+        if get_origin(kind) in (dict, Mapping)
+        else TYPE_DESCRIPTIONS.get(kind, str(kind))
     )
-
-
-def check_seed(name: str, seed: int) -> None:
-    """Raise InputError for a seed that `torch.Generator.manual_seed` does not accept."""
-    if not -(2**63) <= seed < 2**64:
-        raise InputError(f"{name} must be between -2^63 and 2^64, not {seed}", code="seed-out-of-range")
 
 
 def check_utf8(name: str, text: str) -> None:

@@ -21,7 +21,7 @@ class InputError(ValueError):
 
     def to_line(self) -> str:
         """Return the line that commands and workers print: `qkflow: MESSAGE [CODE]`."""
-        return f"qkflow: {self} [{self.code}]"
+        return f"qkflow: {printable(str(self))} [{self.code}]"
 
     @classmethod
     def from_line(cls, line: str) -> InputError:
@@ -30,12 +30,24 @@ class InputError(ValueError):
         return cls(match["message"], code=match["code"]) if match else cls(line)
 
 
+def printable(text: str, limit: int = 2000) -> str:
+    """Return text for one line of a terminal: escape line breaks, control characters and invalid UTF-8."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for each in text
+    )
+
+
 def unknown(kind: str, name: str, known: Iterable[str], *, code: str | None = None) -> InputError:
     """Return the error for an unknown name, with the closest known name as a suggestion.
 
     The default code comes from the noun of `kind`: "option of coupling 'drift'" gives `unknown-option`.
     """
-    options = sorted(known)
+    options, name = sorted(known), printable(name, 200)
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     noun = re.split(r" of | in | to |'", kind)[0].strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 
 from qkflow.errors import InputError
 
+MAX_NAME_BYTES = 255  # of a file name, on all common file systems
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -47,11 +49,40 @@ def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
 
 def write_atomic(path: str | Path, content: bytes | str) -> None:
     with atomic_open(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        # a name that is not UTF-8 is shown with escapes
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: str | Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def check_file_name(kind: str, name: object) -> str:
+    """Return `name` if it names a file or folder below another one; raise InputError otherwise.
+
+    Names come from files of others: one such as `../../x` must not leave the folder.
+    """
+    text = str(name)
+    if not isinstance(name, str) or not text or text in (".", "..") or re.search(r"[/\\\0]", text):
+        raise InputError(f"{kind} '{text[:100]}' is not a file name", code="unsafe-name")
+    if len(text.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+        raise InputError(f"{kind} '{text[:40]}…' is longer than a file name", code="unsafe-name")
+    return text
+
+
+def expand_user(path: str | Path) -> Path:
+    """Return a path with `~` replaced by the home directory."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"the home directory in '{path}' cannot be found: write the whole path", code="home-not-found"
+        ) from None
+
+
+def home() -> Path:
+    """Return the home directory."""
+    return expand_user("~")
 
 
 def make_folder(folder: Path) -> None:

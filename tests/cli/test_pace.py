@@ -108,7 +108,7 @@ def test_synthetic_fixed_attention_json(capsys: pytest.CaptureFixture[str]) -> N
         (["--setting", "FOO"], "unknown-setting"),
         (["--qk-lr", "1"], "unused-option"),
         (["--fixed-attention", "--growth", "2"], "unused-option"),
-        (["--seeds", "0"], "option-not-positive"),
+        (["--seeds", "0"], "below-minimum"),
         (["--setting", "FACO", "--growth", "0"], "option-not-positive"),
     ],
 )

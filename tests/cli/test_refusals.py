@@ -117,7 +117,7 @@ def test_train_and_compare(
     (["--config", "old-key.yaml"], "renamed-key", "train.batch_size"),
     (["--config", "bad-section.yaml"], "unknown-section", "'train'"),
     (["--config", "binary.txt"], "config-not-text", "binary.txt"),
-    (["--config", "no-texts"], "config-not-text", "no-texts is a folder"),
+    (["--config", "no-texts"], "not-a-file", "no-texts is a folder"),
     (["--set", "train.clipp=1"], "unknown-key", "'clip'"),
     (["--set", "train.batch=8"], "renamed-key", "train.batch_size"),
     (["--length", "8"], "renamed-flag", "--seq-len"),
@@ -127,7 +127,7 @@ def test_train_and_compare(
     (["--set", "model.n_heads=3"], "dim-not-divisible", "128"),
     (["--set", "train.clip=["], "invalid-yaml", "'['"),
     (["--set", "train.steps=2.5"], "wrong-type", "train.steps"),
-    (["--tokens", "-5"], "not-positive", "train.tokens"),
+    (["--tokens", "-5"], "below-minimum", "train.tokens"),
     (["--set", "train.compile=inducter"], "unknown-compile-backend", "'inductor'"),
 )
 def test_train(refused: Refused, flags: list[str], code: str | None, named: str) -> None:
@@ -171,15 +171,15 @@ def test_folder_that_cannot_be_written(refused: Refused) -> None:
 def test_flags_are_checked_before_the_model_is_read(refused: Refused) -> None:
     refused("generate", "nowhere", "--samples", "0", code="below-minimum")
     assert "--tokens" in refused("generate", "nowhere", "--tokens", "0", code="below-minimum")
-    refused("generate", "nowhere", "--temperature", "nan", code="bad-temperature")
+    refused("generate", "nowhere", "--temperature", "nan", code="not-finite")
     refused("generate", "nowhere", "--top-k", "0", code="bad-top-k")
     refused("eval", "nowhere", "--tokens", "0", code="below-minimum")
     refused("reproduce", "coupling", "--tokens", "many", code="invalid-count")
-    refused("generate", "nowhere", "--seed", "9" * 23, code="seed-out-of-range")
+    refused("generate", "nowhere", "--seed", "9" * 23, code="above-maximum")
     assert "--prompt" in refused("generate", "nowhere", "--prompt", "\udcff\udcfe", code="not-utf8")
     assert "--text" in refused("probe", "nowhere", "--text", "\udcff", code="not-utf8")
     assert "'validation'" in refused("eval", "nowhere", "--split", "validaton", code="unknown-split")
-    refused("generate", "nowhere", "--threads", "0", code="threads-below-one")
+    refused("generate", "nowhere", "--threads", "0", code="below-minimum")
 
 
 def test_model_that_does_not_exist(refused: Refused) -> None:
@@ -196,7 +196,7 @@ def test_model_that_does_not_exist(refused: Refused) -> None:
     "flag", ["--dim", "--n-heads", "--n-kv-heads", "--seq-len", "--batch-size", "--threads", "--rounds"]
 )
 def test_bench_counts_are_positive(refused: Refused, flag: str) -> None:
-    assert flag in refused("bench", "--level", "attention", flag, "0", code="not-positive")
+    assert flag in refused("bench", "--level", "attention", flag, "0", code="below-minimum")
 
 
 def test_operating_system_errors_have_a_code(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +232,56 @@ def test_stopped_run_prints_how_to_resume(place: Path, tmp_path: Path) -> None:
     assert "stopped at step 3" in done.stderr
     assert f"qkflow train {tmp_path / 'run'}\n" in done.stderr
     assert done.stdout == ""
+
+
+@cases(
+    (["compare", "--seeds", "9223372036854775807"], "invalid-seeds", "9223372036854775807"),
+    (["compare", "--tokens", "1e23"], "above-maximum", "--tokens"),
+    (["compare", "--seq-len", "99999999999"], "above-maximum", "--seq-len"),
+    (["bench", "--rounds", "0"], "below-minimum", "--rounds"),
+    (["bench", "--dim", "99999999999"], "above-maximum", "--dim"),
+    (["pace", "study", "agreement", "--examples", "99999999999"], "above-maximum", "memory"),
+    (["pace", "flow", "--ratios", "nan"], "not-a-number-list", "nan"),
+    (["data", "describe", "patterns:documents=1000000000"], "corpus-too-large", "2,000 GB"),
+    (["data", "prepare", "text.jsonl", "--tokenizer", "bpe:²"], "invalid-vocab-size", "bpe:²"),
+    (["data", "prepare", "text.jsonl", "--tokenizer", "hf:a b"], "invalid-hub-name", "'a b'"),
+    (["data", "prepare", "hf:a/b/c"], "invalid-hub-name", "a/b/c"),
+    (["data", "prepare", "~no-such-user/x.txt"], "home-not-found", "~no-such-user"),
+    (["train", "out", "--threads", "99999999999"], "above-maximum", "--threads"),
+    (["train", "out", "--coupling", "leapfrog:n=99999999999"], "bad-option-value", "n"),
+    (["train", "out", "--set", "train.clip=" + "[" * 9000], "invalid-yaml", "levels deep"),
+    (["train", ""], "empty-path", "folder"),
+    (["train", "/dev/null"], "not-a-file", "/dev/null is a device"),
+    (["report", "x" * 300], "unusable-path", "too long"),
+    (["generate", "a\nb"], "model-not-found", r"a\nb"),
+    (["generate", "\udcff"], "model-not-found", r"\udcff"),
+)
+def test_arguments(refused: Refused, flags: list[str], code: str | None, named: str) -> None:
+    assert named in refused(*flags, code=code)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"LOCAL_RANK": "-1"}],
+    ids=str,
+)
+def test_ranks_that_make_no_sense(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused("train", "out", "--data", "text.jsonl", *SMALL, "--steps", "1", code="invalid-world-size")
+
+
+def test_endpoint_that_is_no_address(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint in ("x", "http://", "http://[", "http://127.0.0.1:x"):
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        refused("data", "prepare", "text.jsonl", "--tokenizer", "hf:nobody/nothing", code="hub-unreachable")
+
+
+def test_allocation_that_fails(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> int:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.")
+
+    monkeypatch.setattr(main, "dispatch", fail)
+    assert "tried to allocate 4000 bytes" in refused("bench", code="out-of-memory")

@@ -52,11 +52,11 @@ def test_table_shows_the_fitted_order(capsys: pytest.CaptureFixture[str]) -> Non
         (["--states", "1"], "too-few-states"),
         (["--generator", "w.csv", "--states", "3"], "conflicting-options"),
         (["--generator", "missing.csv"], "generator-file-not-found"),
-        (["--drift", "0"], "option-not-positive"),
-        (["--drift", "inf"], "option-not-positive"),
-        (["--steps", "0"], "option-not-positive"),
+        (["--drift", "0"], "below-minimum"),
+        (["--drift", "inf"], "not-finite"),
+        (["--steps", "0"], "below-minimum"),
         (["--out", "."], "out-is-a-folder"),
-        (["--seed", "9" * 20], "seed-out-of-range"),
+        (["--seed", "9" * 20], "above-maximum"),
     ],
 )
 def test_invalid_options_raise(arguments: list[str], code: str) -> None:

@@ -270,7 +270,7 @@ def test_invalid_config_is_refused(options: dict[str, Any], code: str) -> None:
 
 
 def test_invalid_alias_value_is_refused() -> None:
-    with raises_code("bad-model-size"):
+    with raises_code("below-minimum"):
         hf.QKFlowConfig(num_hidden_layers=0)
 
 

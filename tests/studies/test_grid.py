@@ -234,7 +234,7 @@ def test_ids_of_long_names_are_short() -> None:
         ("standard{train.freeze=[nothing]}", "unknown-role"),
         ("standard{model.n_heads=3}", "dim-not-divisible"),
         ("standard{train.accumulate=3}", "batch-not-divisible"),
-        ("standard{train.lr=-1}", "not-positive"),
+        ("standard{train.lr=-1}", "below-minimum"),
     ],
 )
 def test_check_models_rejects_what_cannot_be_built(variant: str, code: str) -> None:

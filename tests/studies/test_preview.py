@@ -139,9 +139,9 @@ def test_adaptive_seeds_and_power_on_the_command_line(capsys: pytest.CaptureFixt
     ("settings", "code"),
     [
         ({"variants": "standard{train.batch_size=0}"}, "invalid-batch-size"),
-        ({"variants": "standard{model.dim=100000000000}"}, "bad-model-size"),
-        ({"variants": "standard{model.n_layers=1000000}"}, "bad-model-size"),
-        ({"variants": "standard{train.lr=0}"}, "not-positive"),
+        ({"variants": "standard{model.dim=100000000000}"}, "above-maximum"),
+        ({"variants": "standard{model.n_layers=1000000}"}, "above-maximum"),
+        ({"variants": "standard{train.lr=0}"}, "below-minimum"),
         ({"variants": "standard{train.final_eval_tokens=3}"}, "key-set-by-study"),
         (
             {"variants": "standard{attention.circuit=CAFO,attention.rope=false}@fan_in+tied_qk"},

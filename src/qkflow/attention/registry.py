@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,9 @@ from typing import Any, Generic, TypeVar
 from qkflow.errors import InputError, unknown
 
 PartT = TypeVar("PartT")
+
+
+MAX_OPTION = 1_000_000  # of a number: more steps or hidden units would never end or not fit any memory
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,10 @@ def _check_type(what: str, value: Any, default: Any) -> None:
         if isinstance(default, kind):  # bool is a subclass of int, so it comes first
             if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
                 raise InputError(f"{what} must be {type_name}, not '{value}'", code="bad-option-value")
+            if isinstance(value, int | float) and MAX_OPTION < abs(value) < math.inf:
+                raise InputError(
+                    f"{what} must be at most {MAX_OPTION:,}, not {value}", code="bad-option-value"
+                )
             return
 
 

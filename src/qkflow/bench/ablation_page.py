@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from qkflow.bench.ablation import AblationRow
 from qkflow.files import write_atomic, write_json
+from qkflow.plain_data import read_json
 
 HEADER = """# Ablations
 
@@ -30,7 +30,7 @@ Measured before they were removed.
 
 def update_results(path: Path, rows: list[AblationRow], environment: dict[str, Any]) -> dict[str, Any]:
     """Store new rows in a results file. Rows of other implementations and of deleted ones stay."""
-    results = json.loads(path.read_text("utf-8")) if path.exists() else {"runs": []}
+    results = read_json(path) if path.exists() else {"runs": []}
     names = {row.name for row in rows}
     runs = []
     for run in results["runs"]:

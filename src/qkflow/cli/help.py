@@ -39,6 +39,8 @@ def _metavar(name: str, hint: Any, default: Any) -> str | None:
         return f"[{name.upper()}]"
     optional = get_origin(kind) in (Union, types.UnionType)
     inner = next(arg for arg in get_args(kind) if arg is not type(None)) if optional else kind
+    if get_origin(inner) is Annotated:
+        inner = get_args(inner)[0]
     if get_origin(inner) is tuple:
         return "KEY=VALUE" if name == "set" else "A,B,..."
     if not optional:

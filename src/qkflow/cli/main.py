@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -170,13 +171,19 @@ def dispatch(argv: Sequence[str]) -> int:
     name, rest = split_command(argv)
     import tyro
 
+    from qkflow.cli.arguments import checked
     from qkflow.cli.help import annotate_for_tyro
 
     command = load_command(name)
     check_renamed_flags(rest, command)
-    command = annotate_for_tyro(command)
+    command = checked(annotate_for_tyro(command), rest)
     exit_code = tyro.cli(command, args=rest, prog=f"qkflow {name}", config=(tyro.conf.FlagCreatePairsOff,))
     return exit_code if isinstance(exit_code, int) else 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether Python or PyTorch could not allocate memory."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
 
 
 def main() -> None:
@@ -189,6 +196,12 @@ def main() -> None:
         code = _report(error, 2)
     except BrokenPipeError:  # the reader of stdout or stderr has closed it
         code = 141  # 128 + SIGPIPE
+    except (MemoryError, RuntimeError) as error:
+        if os.environ.get("QKFLOW_DEBUG") or not is_out_of_memory(error):
+            raise
+        size = re.search(r"tried to allocate [\w. ]+", str(error))
+        message = f"not enough memory ({size[0] if size else 'of this machine'}): choose smaller sizes"
+        code = _report(InputError(message, code="out-of-memory"), 2)
     except OSError as error:
         code = _report(_describe_os_error(error), 2)
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from qkflow.cli.commands.registry import field_descriptions
+from qkflow.config_io import range_of
 
 Command = Callable[..., int]
 
@@ -36,6 +37,7 @@ def options_from(
         derived, descriptions = [], []
         for cls in config_types:
             field_types, texts = get_type_hints(cls), field_descriptions(cls)
+            annotated = get_type_hints(cls, include_extras=True)
             for field in dataclasses.fields(cls):
                 if only is not None and field.name not in only:
                     continue
@@ -45,6 +47,8 @@ def options_from(
                     default = str(default)
                 if field.name in as_text:
                     hints[field.name] = str | None
+                if bounds := range_of(annotated[field.name]):
+                    hints[field.name] = Annotated[hints[field.name], bounds]
                 if default is inspect.Parameter.empty:
                     hints[field.name] = Annotated[hints[field.name], tyro.conf.Positional]
                 derived.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default))

@@ -9,7 +9,6 @@ staging/KEY   a set that is being written
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -20,26 +19,18 @@ from pathlib import Path
 from qkflow import files
 from qkflow.errors import InputError
 from qkflow.locks import lock_folder
+from qkflow.plain_data import read_json
 
 
 def default_cache_dir() -> Path:
     """Return $QKFLOW_CACHE, or `qkflow` in the user's cache folder."""
     if path := os.environ.get("QKFLOW_CACHE"):
-        return Path(path).expanduser()
+        return files.expand_user(path)
     if sys.platform == "darwin":
-        return _home() / "Library" / "Caches" / "qkflow"
+        return files.home() / "Library" / "Caches" / "qkflow"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or _home()) / "qkflow"
-    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "qkflow"
-
-
-def _home() -> Path:
-    try:
-        return Path.home()
-    except RuntimeError:  # no HOME, and a user id without an account, as in some containers
-        raise InputError(
-            "this user has no home folder for the cache: set QKFLOW_CACHE to a folder", code="no-home"
-        ) from None
+        return Path(os.environ.get("LOCALAPPDATA") or files.home()) / "qkflow"
+    return Path(os.environ.get("XDG_CACHE_HOME") or files.home() / ".cache") / "qkflow"
 
 
 class TokenSetCache:
@@ -52,8 +43,8 @@ class TokenSetCache:
     def lookup(self, stamp: str) -> Path | None:
         """Return the folder of the set that was last prepared from a source with this stamp, or None."""
         try:
-            entry = json.loads((self.folder / "index" / f"{stamp}.json").read_bytes())
-            return self.token_set_dir(entry["set"])
+            entry = read_json(self.folder / "index" / f"{stamp}.json")
+            return self.token_set_dir(files.check_file_name("the set", entry["set"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None  # missing or corrupt: it is written again
 

@@ -27,6 +27,7 @@ from qkflow.data.cache import file_stamps
 from qkflow.data.readers import hf_datasets
 from qkflow.data.readers.files import READER_VERSION, ReadProgress, SourceFile, detect_format
 from qkflow.errors import InputError, join_limited, unknown
+from qkflow.files import expand_user
 
 MIN_FILES_UNSPLIT = 20  # a split of this many text files has one document per file; fewer files are split
 
@@ -117,7 +118,7 @@ class SyntheticCorpus(Corpus):
 
     @property
     def n_bytes(self) -> int:
-        return self.generator.documents * self.generator.words * 5  # approximately
+        return self.generator.documents * self.generator.words * synthetic.BYTES_PER_WORD
 
     def stamp(self) -> Any:
         return ["patterns", synthetic.GENERATOR_VERSION, *self.generator.cache_key()]
@@ -264,7 +265,7 @@ def _standard_library() -> FileCorpus:
 def _corpus_from_path(name: str) -> FileCorpus:
     """Return the corpus of a file, folder or glob, with `#column` (tables) or `#unit` (text) at its end."""
     address, column = _split_column_suffix(name)
-    path = Path(address).expanduser()
+    path = expand_user(address)
     left_out: list[Path] = []
     if path.is_file():
         labeled = [(path, splits.UNSPLIT)]
@@ -297,9 +298,16 @@ def _split_column_suffix(name: str) -> tuple[str, str | None]:
     """Split `path#column`. Path and column may contain a `#` of their own."""
     marks = [index for index, letter in enumerate(name) if letter == "#"]
     for end in (len(name), *marks):
-        if Path(name[:end]).expanduser().exists() or (end in marks and glob.has_magic(name[:end])):
+        if _exists(expand_user(name[:end])) or (end in marks and glob.has_magic(name[:end])):
             return name[:end], name[end + 1 :] or None
     return (name[: marks[0]], name[marks[0] + 1 :]) if marks else (name, None)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a text that is too long for a name
+        return False
 
 
 def _files_matching_glob(pattern: Path) -> list[tuple[Path, str]]:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
+from qkflow.config_io import Count, Fraction, Range, Seed, check_ranges
 from qkflow.errors import InputError, unknown
 
 GENERATOR_VERSION = 1  # in the cache key: increase it when the same options give other text than before
 RENAMED_OPTIONS = {"vocabulary": "vocab_size"}  # old -> new
+MAX_BYTES = 20_000_000_000  # of the text
+VocabSize = Annotated[int, Range(10, 10**7)]
+BYTES_PER_WORD = 5  # approximately
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
 
@@ -25,30 +29,25 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "
 class SyntheticGenerator:
     """The options of the corpus, as in `patterns:repeat=0.5,topics=4,seed=1`."""
 
-    repeat: float = 0.3  # probability that the next span is copied from earlier in the document
-    span: int = 8  # mean length in words of a span, copied or new
-    topics: int = 1  # number of vocabularies; a document uses one of them ...
-    mixing: float = 0.1  # ... except for this share of its words, drawn from any topic
-    vocab_size: int = 2000  # words of a topic; the most frequent tenth is shared by all topics
-    zipf: float = 1.0  # exponent: the word of rank n has weight 1/n**zipf
-    documents: int = 500
-    words: int = 400  # words per document
-    seed: int = 0
+    repeat: Fraction = 0.3  # probability that the next span is copied from earlier in the document
+    span: Count = 8  # mean length in words of a span, copied or new
+    topics: Annotated[int, Range(1, 10**6)] = 1  # number of vocabularies; a document uses one of them ...
+    mixing: Fraction = 0.1  # ... except for this share of its words, drawn from any topic
+    vocab_size: VocabSize = 2000  # words of a topic; the most frequent tenth is shared by all topics
+    zipf: Annotated[float, Range(0, 10)] = 1.0  # exponent: the word of rank n has weight 1/n**zipf
+    documents: Annotated[int, Range(2)] = 500
+    words: Annotated[int, Range(1)] = 400  # words per document
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        bounds = {"repeat": (0, 1), "mixing": (0, 1), "zipf": (0, 10)}
-        for name, (low, high) in bounds.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(
-                    f"patterns: {name}={getattr(self, name)} must be between {low} and {high}",
-                    code="option-out-of-range",
-                )
-        for name, low in {"span": 1, "topics": 1, "vocab_size": 10, "documents": 2, "words": 1}.items():
-            if getattr(self, name) < low:
-                raise InputError(
-                    f"patterns: {name}={getattr(self, name)} must be at least {low}",
-                    code="option-out-of-range",
-                )
+        check_ranges(self, "patterns")
+        size = self.documents * self.words * BYTES_PER_WORD
+        if size > MAX_BYTES:
+            raise InputError(
+                f"patterns: documents={self.documents}, words={self.words} would be {size / 1e9:,.0f} GB of "
+                f"text: choose less than {MAX_BYTES / 1e9:g} GB",
+                code="corpus-too-large",
+            )
 
     def cache_key(self) -> list[tuple[str, Any]]:
         """Return the options under the names they had when `GENERATOR_VERSION` was last increased."""
@@ -84,9 +83,7 @@ class SyntheticGenerator:
 
 def parse_options(options: str) -> SyntheticGenerator:
     """Parse `repeat=0.5,topics=4`. Options that are not given have their defaults."""
-    types = {
-        field.name: {"int": int, "float": float}[str(field.type)] for field in fields(SyntheticGenerator)
-    }
+    types = get_type_hints(SyntheticGenerator)
     values: dict[str, float] = {}
     for option in filter(None, options.split(",")):
         name, _, value = option.partition("=")

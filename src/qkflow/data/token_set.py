@@ -23,6 +23,7 @@ from qkflow import files
 from qkflow.data import splits
 from qkflow.data.tokenizer import Tokenizer, tokenizer_from_str
 from qkflow.data.windows import EvalWindows
+from qkflow.plain_data import read_json, read_text
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -54,7 +55,7 @@ class TokenSet:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return tokenizer_from_str((self.folder / "tokenizer.json").read_text("utf-8"), self.eos_token_id)
+        return tokenizer_from_str(read_text(self.folder / "tokenizer.json"), self.eos_token_id)
 
     def tokens(self, split: str) -> np.ndarray:
         """Return all token ids of a split, (n_tokens,) read-only; empty if the corpus lacks the split."""
@@ -116,16 +117,15 @@ def open_token_set(folder: Path, *, full_check: bool = False) -> TokenSet:
 
     Raise FileNotFoundError if there is none, and CorruptedTokenSetError if a check fails.
     """
-    text = (folder / MANIFEST_NAME).read_bytes()
     try:
-        manifest = json.loads(text)
+        manifest = read_json(folder / MANIFEST_NAME)
         checksum = manifest.pop(_CHECKSUM_KEY)
     except (ValueError, KeyError, AttributeError) as error:
         raise CorruptedTokenSetError(f"{folder / MANIFEST_NAME} is corrupt") from error
     if checksum != _manifest_checksum(manifest) or manifest["format"] != FORMAT_VERSION:
         raise CorruptedTokenSetError(f"{folder / MANIFEST_NAME} is corrupt")
     for name, entry in manifest["files"].items():
-        path = folder / name
+        path = folder / files.check_file_name(f"{folder / MANIFEST_NAME}: the file", name)
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
             raise CorruptedTokenSetError(f"{path} is missing or has the wrong size")
         if _sampled_checksum(path) != entry["sample"] or (full_check and _checksum(path) != entry["sha256"]):

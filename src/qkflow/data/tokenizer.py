@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -15,6 +16,8 @@ import numpy as np
 from qkflow.data.bpe_cache import BPECache, bpe_cache_enabled, can_split_at_spaces, split_at_spaces
 from qkflow.data.cache import file_stamps
 from qkflow.errors import InputError, unknown
+from qkflow.files import expand_user
+from qkflow.plain_data import load_json, read_json
 from qkflow.system import process_cpu_count
 
 if TYPE_CHECKING:
@@ -181,7 +184,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 def tokenizer_from_str(serialized: str, eos_token_id: int, bos_token_id: int | None = None) -> Tokenizer:
     """Build a tokenizer from `Tokenizer.to_str` and its special tokens."""
-    if json.loads(serialized).get("type") == "bytes":
+    if load_json(serialized).get("type") == "bytes":
         return ByteTokenizer()
     from tokenizers import Tokenizer as RustTokenizer
 
@@ -210,7 +213,7 @@ def bpe_vocab_size(spec: str) -> int | None:
     kind, _, size = spec.partition(":")
     if kind != "bpe":
         return None
-    if not size.isdigit() or not 257 <= int(size) <= 1_000_000:
+    if not re.fullmatch("[0-9]{1,7}", size) or not 257 <= int(size) <= 1_000_000:
         raise InputError(
             f"tokenizer '{spec}': bpe needs a vocab_size between 257 and 1000000, as in bpe:2048",
             code="invalid-vocab-size",
@@ -253,7 +256,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 def _tokenizer_files(spec: str) -> list[Path]:
     """Return the file `tokenizer.json`, or the two of GPT-2's layout: vocabulary and merges."""
-    path = Path(spec).expanduser()
+    path = expand_user(spec)
     pairs = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
     folder = path.parent if path.name in chain(*pairs) else path
     if folder.is_dir():
@@ -275,14 +278,20 @@ def _tokenizer_files(spec: str) -> list[Path]:
 def _configured_eos_token(folder: Path) -> str | None:
     """Return the `eos_token` of a `tokenizer_config.json` beside the tokenizer, or None."""
     path = folder / "tokenizer_config.json"
-    eos_token = json.loads(path.read_text("utf-8")).get("eos_token") if path.is_file() else None
-    return eos_token["content"] if isinstance(eos_token, dict) else eos_token
+    config = read_json(path) if path.is_file() else {}
+    eos_token = config.get("eos_token") if isinstance(config, dict) else None
+    eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    if not isinstance(eos_token, str | None):
+        raise InputError(f"{path}: eos_token is {eos_token!r}, not text", code="invalid-tokenizer-file")
+    return eos_token
 
 
 def _load_from_hub(repo_id: str) -> RustTokenizer:
     from tokenizers import Tokenizer as RustTokenizer
 
-    from qkflow.data.readers.hf_datasets import check_hub_reachable
+    from qkflow.data.readers.hf_datasets import check_hub_name, check_hub_reachable
+
+    check_hub_name(repo_id)
 
     try:
         from huggingface_hub import try_to_load_from_cache

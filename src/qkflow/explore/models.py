@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from qkflow.errors import InputError
 from qkflow.explore.base import ExplorableModel
 from qkflow.explore.decoder_model import DecoderModel
+from qkflow.plain_data import read_json
 from qkflow.training import pretrained
 
 SAMPLE = "The Congress shall act, and the Congress has acted."
@@ -60,7 +60,7 @@ def _open_adapter(folder: Path, base: str | Path | None, device: torch.device | 
 
     if base is None:
         try:
-            base = json.loads((folder / adapter_io.CONFIG_NAME).read_text("utf-8")).get("base_model")
+            base = read_json(folder / adapter_io.CONFIG_NAME).get("base_model")
         except (OSError, ValueError, AttributeError):
             base = None
     if not base:
@@ -106,7 +106,7 @@ def _open_transformers(
 def _head_of(source: str) -> str:
     """Return the kind of output head from the architecture that config.json names."""
     try:
-        config: Any = json.loads((Path(source) / "config.json").read_text("utf-8"))
+        config: Any = read_json(Path(source) / "config.json")
         architecture = str((config.get("architectures") or [""])[0])
     except (OSError, ValueError, AttributeError, TypeError):
         return "causal"  # a Hub name, or a folder whose error the loader explains
@@ -121,7 +121,7 @@ def _is_ours(path: Path) -> bool:
         file = folder / pretrained.MODEL_CONFIG_NAME
         if file.is_file():
             try:
-                config = json.loads(file.read_text("utf-8"))
+                config = read_json(file)
             except (OSError, ValueError):
                 return True  # our loader names the damage
             return not isinstance(config, dict) or "format" in config

@@ -22,6 +22,8 @@ from qkflow.errors import InputError, join_limited
 from qkflow.hf.attach import check_can_attach, named_coupled_layers, unwrap_model
 from qkflow.hf.attention_layers import AttentionLayer, find_attention_layers, get_factory_kwargs
 from qkflow.hf.coupled_layer import CoupledAttention, active_coupling, couple_layer
+from qkflow.plain_data import parse_json, read_text
+from qkflow.training.pretrained import check_finite_weights
 
 WEIGHTS_NAME = "coupling.safetensors"
 CONFIG_NAME = "coupling_config.json"
@@ -104,6 +106,7 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise InputError(
             f"'{path}' is not a safetensors file ({error}); pickles are never opened", code="not-safetensors"
         ) from None
+    check_finite_weights(path, tensors.items())
     return _parse_config(config or _read_legacy_config(folder), folder), tensors
 
 
@@ -114,18 +117,16 @@ def _read_legacy_config(folder: Path) -> str:
         raise InputError(
             f"'{folder}' has no {CONFIG_NAME}: give the folder that hf.save_adapter wrote", code="no-adapter"
         )
-    return path.read_text("utf-8", errors="replace")
+    return read_text(path, code="corrupt-adapter")
 
 
 def _parse_config(text: str, folder: Path) -> dict[str, Any]:
+    config = parse_json(text, f"the config in '{folder}'", code="corrupt-adapter")
     try:
-        config: dict[str, Any] = json.loads(text)
         known = config["format"] == FORMAT_VERSION and all(
-            {"coupling", "n_heads", "n_kv_heads", "head_dim"} <= set(layer)
-            and isinstance(layer["coupling"], str)
-            for layer in config["layers"].values()
+            _is_layer_config(layer) for layer in config["layers"].values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"the config in '{folder}' is not an adapter's ({error}): save the adapter again",
             code="corrupt-adapter",
@@ -138,7 +139,13 @@ def _parse_config(text: str, folder: Path) -> dict[str, Any]:
         )
     if not config["layers"]:
         raise InputError(f"the adapter in '{folder}' has no layers", code="corrupt-adapter")
-    return config
+    layers: dict[str, Any] = config
+    return layers
+
+
+def _is_layer_config(layer: dict[str, Any]) -> bool:
+    sizes = (layer.get(name) for name in ("n_heads", "n_kv_heads", "head_dim"))
+    return isinstance(layer.get("coupling"), str) and all(type(size) is int for size in sizes)
 
 
 def _check_compatible(

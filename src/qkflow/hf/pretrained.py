@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -18,13 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qkflow import files
-from qkflow.data.readers.hf_datasets import check_hub_reachable
+from qkflow.data.readers.hf_datasets import check_hub_name, check_hub_reachable
 from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from qkflow.errors import InputError, join_limited, unknown
 from qkflow.hf.adapter_io import PICKLE_SUFFIXES, load_adapter
 from qkflow.hf.convert import from_transformers, to_llama, to_transformers
 from qkflow.hf.model_card import create_model_card
 from qkflow.hf.modeling import QKFlowPreTrainedModel
+from qkflow.plain_data import read_bytes, read_json
 from qkflow.training import pretrained
 
 ExportFormat = Literal["qkflow", "llama"]
@@ -111,8 +111,8 @@ def is_run_dir(path: Path) -> bool:
     for config_path in (path / "config.json", path / "model" / "config.json"):
         if config_path.is_file():
             try:
-                config = json.loads(config_path.read_bytes())
-            except ValueError:
+                config = read_json(config_path)
+            except InputError:
                 return False
             return isinstance(config, dict) and "format" in config
     return False
@@ -151,10 +151,17 @@ def from_fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
 def check_source_exists(source: str) -> None:
     """Raise if a folder or Hub name does not exist. The Hub client would retry for half a minute first."""
-    if Path(source).is_dir():
-        return
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
-        raise InputError(f"there is no model at {source}: give the folder of one", code="model-not-found")
+    try:
+        if Path(source).is_dir():
+            return
+    except OSError:  # a text that is too long for a path
+        pass
+    try:
+        check_hub_name(source)
+    except InputError:
+        raise InputError(
+            f"there is no model at {source}: give the folder of one", code="model-not-found"
+        ) from None
     if not isinstance(try_to_load_from_cache(source, "config.json"), str):
         check_hub_reachable(f"'{source}', which is no folder here,", "the path of its folder")
 
@@ -220,15 +227,27 @@ def _check_no_pickles(folder: Path) -> None:
         return  # a Hub name
     named: list[str] = []
     for file in (folder / "config.json", folder / "model.safetensors.index.json"):
-        named += re.findall(r'"([^"]+)"', file.read_text("utf-8", "replace")) if file.is_file() else []
+        named += re.findall(r'"([^"]+)"', read_bytes(file).decode(errors="replace")) if file.is_file() else []
     if not any(folder.glob("*.safetensors")):
         named += [path.name for path in folder.iterdir()]
+    _check_weight_files(folder)
     pickles = sorted({name for name in named if Path(name).suffix in PICKLE_SUFFIXES})
     if pickles:
         raise InputError(
             f"'{folder}' has its weights in {join_limited(pickles, 2)}: {NO_PICKLES_HINT}",
             code="pickle-refused",
         )
+
+
+def _check_weight_files(folder: Path) -> None:
+    """Raise if the safetensors index names a file outside its folder."""
+    path = folder / "model.safetensors.index.json"
+    index = read_json(path, code="model-not-loadable") if path.is_file() else {}
+    weight_map = index.get("weight_map", {}) if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{path} has no weight_map of tensors to files", code="model-not-loadable")
+    for name in weight_map.values():
+        files.check_file_name(f"{path}: the file", name)
 
 
 def _check_loaded_weights(source: str, model: PreTrainedModel, loading_info: dict[str, Any]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from qkflow.attention.init import InitScheme
-from qkflow.config_io import dataclass_from_dict
+from qkflow.config_io import Count, Positive, Range, check_ranges, dataclass_from_dict
 from qkflow.errors import InputError, unknown
 from qkflow.models.slow_path.config import SlowPathConfig
 
@@ -15,15 +15,11 @@ FeedForwardKind = Literal["swiglu", "gelu"]
 
 
 # Beyond any model: a typo must not build layers for hours or overflow the size of a tensor.
-_LARGEST = {
-    "vocab_size": 10**8,
-    "n_layers": 10**4,
-    "dim": 10**6,
-    "n_heads": 10**5,
-    "n_kv_heads": 10**5,
-    "head_dim": 10**5,
-    "hidden_dim": 10**7,
-}
+VocabSize = Annotated[int, Range(1, 10**8)]
+Layers = Annotated[int, Range(1, 10**4)]
+Dim = Annotated[int, Range(1, 10**6)]
+Heads = Annotated[int, Range(1, 10**5)]
+HiddenDim = Annotated[int, Range(1, 10**7)]
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class AttentionConfig:
     qk_norm: bool = False  # RMSNorm of queries and keys per head
     qk_norm_gain: float | Literal["learned"] = "learned"  # a number g: no norm weights, scores times g
     rope: bool | dict[str, Any] = True  # rotary positions, or their options (base, scaling, ...)
-    window: int | None = None  # sliding window in tokens
+    window: Count | None = None  # sliding window in tokens
     dropout: float = 0.0  # of the attention weights
 
 
@@ -45,18 +41,18 @@ class AttentionConfig:
 class ModelConfig:
     """Shape and options of a decoder or encoder."""
 
-    vocab_size: int  # default: of the tokenizer
-    n_layers: int  # transformer blocks
-    dim: int  # of the residual stream
-    n_heads: int  # query heads
-    n_kv_heads: int | None = None  # key/value heads (GQA; 1: MQA); default n_heads
-    head_dim: int | None = None  # default dim / n_heads
+    vocab_size: VocabSize  # default: of the tokenizer
+    n_layers: Layers  # transformer blocks
+    dim: Dim  # of the residual stream
+    n_heads: Heads  # query heads
+    n_kv_heads: Heads | None = None  # key/value heads (GQA; 1: MQA); default n_heads
+    head_dim: Heads | None = None  # default dim / n_heads
     feed_forward: FeedForwardKind = "swiglu"  # default: of the preset
-    hidden_dim: int | None = None  # of the feed-forward; default 4·dim
+    hidden_dim: HiddenDim | None = None  # of the feed-forward; default 4·dim
     tie_embeddings: bool = True  # share the embedding with the output matrix
     embedding_norm: bool = False  # RMSNorm right behind the embedding
-    logit_softcap: float | None = None  # cap the logits smoothly: cap·tanh(logits/cap)
-    norm_eps: float = 1e-6  # of RMSNorm
+    logit_softcap: Positive | None = None  # cap the logits smoothly: cap·tanh(logits/cap)
+    norm_eps: Positive = 1e-6  # of RMSNorm
     attention: AttentionConfig = field(default_factory=AttentionConfig)  # options of every layer's attention
     init: str = "gpt2"  # see qkflow inits
     slow: SlowPathConfig | None = None  # options of a slow path; null: none
@@ -65,19 +61,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.feed_forward not in get_args(FeedForwardKind):
             raise unknown("feed-forward", self.feed_forward, get_args(FeedForwardKind))
-        for name, most in _LARGEST.items():
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise InputError(
-                    f"model.{name} must be between 1 and {most}, not {value}", code="bad-model-size"
-                )
-        if not 0 < self.norm_eps < float("inf"):
-            raise InputError(f"model.norm_eps must be above zero, not {self.norm_eps}", code="bad-norm-eps")
-        if self.logit_softcap is not None and not 0 < self.logit_softcap < float("inf"):
-            raise InputError(
-                f"model.logit_softcap must be above zero, not {self.logit_softcap}: null for no cap",
-                code="bad-logit-softcap",
-            )
+        check_ranges(self, "model")
         InitScheme.parse(self.init)  # raises for an unknown init
         if self.slow is not None:
             if not self.causal:

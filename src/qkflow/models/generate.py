@@ -39,7 +39,7 @@ class Sampler:
             raise InputError(f"top_p must be in (0, 1], not {self.top_p}", code="bad-top-p")
 
     def __call__(self, logits: Tensor) -> Tensor:
-        if self.temperature == 0:
+        if self.temperature < torch.finfo(torch.float32).tiny:  # zero, or zero once it is a float32
             return logits.argmax(dim=-1)
         logits = logits.float()
         # relative to the maximum, so that a low temperature cannot overflow

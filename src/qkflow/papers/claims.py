@@ -7,7 +7,6 @@ ones. Verdicts on differences are those of `qkflow.studies`, computed again from
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +17,7 @@ import numpy as np
 
 from qkflow.errors import InputError
 from qkflow.papers.costs import StudyCost
+from qkflow.plain_data import read_json
 from qkflow.report.tables import format_change
 from qkflow.studies import Comparison, load_comparison
 from qkflow.studies.blocked import BlockedDifference
@@ -70,7 +70,7 @@ class Results:
 
     def output(self, name: str) -> Any:
         """Return the JSON that a command printed with --json."""
-        return json.loads(self._path(name).read_text("utf-8"))
+        return read_json(self._path(name))
 
     def _path(self, name: str) -> Path:
         path = self.folder / f"{name}.json"

@@ -19,10 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-
 from qkflow.config_io import check_mapping, dataclass_from_dict, parse_count
 from qkflow.errors import InputError, unknown
+from qkflow.plain_data import read_yaml
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.pace import PaceStudyConfig
 
@@ -144,14 +143,9 @@ def _packaged_recipe(name: str) -> Recipe:
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe. Raise InputError, in one sentence, for anything that is not one."""
     try:
-        values = yaml.safe_load(path.read_text("utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        values = read_yaml(path, text_code="recipe-not-text")
+    except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"the recipe {path} does not exist", code="recipe-not-found") from None
-    except UnicodeDecodeError:
-        raise InputError(f"the recipe {path} is not a text file", code="recipe-not-text") from None
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"the recipe {path} is not valid YAML: {reason}", code="invalid-yaml") from None
     try:
         recipe = dataclass_from_dict(Recipe, {"name": path.stem, **check_mapping(values, "recipe")}, "recipe")
         for section in (*recipe.scales.values(), *recipe.stages.values()):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qkflow.config_io import Count, Positive, check_ranges, dataclass_from_dict
 from qkflow.studies.design import (
     DECIDED,
     SCREENING_SEEDS,
@@ -113,13 +114,16 @@ class CalibrationRow:
     scenario: str
     seeds: int  # of a fixed design; the most of an adaptive one
     design: DesignName
-    studies: int
+    studies: Count
     false_verdicts: float  # share of studies with a false helps or hurts
     false_equivalent: float  # share of studies with a false equivalent
     power: float | None  # share of arms with an effect that are found
     undecided: float  # share of arms
     mean_runs: float
     mean_seeds: float  # judged seeds of an arm
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "rows")
 
     @property
     def standard_error(self) -> float:
@@ -132,7 +136,8 @@ class CalibrationRow:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CalibrationRow:
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return dataclass_from_dict(cls, known, "rows")
 
 
 @dataclass
@@ -276,10 +281,18 @@ class Saving:
 
     effect_percent: float
     worst_power: float  # of the adaptive design over the noises
-    adaptive_runs: float  # mean over the noises
+    adaptive_runs: Positive  # mean over the noises
     fixed_seeds: int  # the least with that power at the worst noise
     fixed_runs: float  # with these seeds, inits screened
     full_grid_runs: float  # with these seeds for every init
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "saving")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Saving:
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return dataclass_from_dict(cls, known, "saving")
 
     def to_dict(self) -> dict[str, float]:
         return {

@@ -8,15 +8,15 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from qkflow.config_io import dataclass_from_dict, parse_count
+from qkflow.config_io import Range, check_ranges, dataclass_from_dict, parse_count
 from qkflow.errors import InputError, unknown
 from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
 from qkflow.studies.finetune.config import check_options as check_finetune_options
 from qkflow.studies.grammar import split_outside_braces
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
-from qkflow.training.config import OptimizerName, Precision, Schedule
+from qkflow.training.config import OptimizerName, Precision, Schedule, Tokens
 
 MatchMode = Literal["tokens", "time", "flops"]
 PresetName = Literal["tiny", "tiny-swiglu", "small", "60m", "150m", "350m", "350m-swiglu", "455m"]
@@ -94,17 +94,17 @@ class ComparisonConfig:
     screening_seeds: int = SCREENING_SEEDS
     margin: float = 1.0
     preset: PresetName = "tiny"
-    tokens: int | None = None
-    minutes: float | None = None
+    tokens: Tokens | None = None
+    minutes: Annotated[float, Range(high=10**7, cost="20 years")] | None = None
     tokenizer: str = "bpe:2048"
-    seq_len: int = 128
-    batch_size: int = 16
+    seq_len: Annotated[int, Range(high=10**6)] = 128
+    batch_size: Annotated[int, Range(high=10**6)] = 16
     optimizer: OptimizerName = "muon"
     lr: float | None = None
     schedule: Schedule = "cosine"
     precision: Precision = "fp32"
     tune_lr: bool = False
-    tune_tokens: int | None = None
+    tune_tokens: Tokens | None = None
     lr_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     match: MatchMode = "tokens"
     verdict: bool = True
@@ -113,9 +113,9 @@ class ComparisonConfig:
     device: str = "auto"
     finetune: tuple[str, ...] = ()
     finetune_data: str = "hf"
-    finetune_epochs: int = 3
+    finetune_epochs: Annotated[int, Range(high=10**4)] = 3
     finetune_lr: float = 5e-4
-    finetune_examples: int | None = None
+    finetune_examples: Annotated[int, Range(high=10**8)] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
@@ -176,6 +176,7 @@ class ComparisonConfig:
         if not self.inits:
             raise InputError("--inits is empty: use e.g. gpt2,fan_in", code="no-inits")
         check_finetune_options(self)
+        check_ranges(self, "")
 
     def _check_seeds(self) -> None:
         if self.seeds == AUTO:
@@ -297,10 +298,10 @@ class ExecutionConfig:
     """
 
     engine: EngineName = "local"
-    jobs: int | None = None
-    threads: int = 1
-    processes_per_run: int = 1
-    cpus_per_run: int | None = None
+    jobs: Annotated[int, Range(high=4096)] | None = None
+    threads: Annotated[int, Range(high=4096)] = 1
+    processes_per_run: Annotated[int, Range(high=4096)] = 1
+    cpus_per_run: Annotated[int, Range(high=4096)] | None = None
     gpus_per_run: float | None = None
     address: str | None = None
     slurm_options: str | None = None
@@ -320,6 +321,7 @@ class ExecutionConfig:
             value, flag = getattr(self, name), name.replace("_", "-")
             if value is not None and value < 1:
                 raise InputError(f"--{flag} must be at least 1, got {value}", code=f"invalid-{flag}")
+        check_ranges(self, "")
         if self.gpus_per_run is not None and not 0 <= self.gpus_per_run < math.inf:
             raise InputError(
                 f"--gpus-per-run must be at least 0, got {self.gpus_per_run:g}", code="invalid-gpus-per-run"
@@ -353,7 +355,7 @@ def _parse_seeds(value: str | int) -> int | str:
     if isinstance(value, int) or value == AUTO:
         return value
     try:
-        return int(value)
+        return int(value[:100])
     except ValueError:
         raise InputError(f"--seeds must be a number or auto, got {value}", code="invalid-seeds") from None
 

@@ -18,6 +18,7 @@ from qkflow.config_io import coerce_field
 from qkflow.errors import InputError, unknown
 from qkflow.models.config import AttentionConfig, ModelConfig
 from qkflow.models.slow_path.config import SlowPathConfig
+from qkflow.plain_data import parse_yaml
 from qkflow.training.config import DataConfig, TrainConfig
 
 Overrides = tuple[tuple[str, str], ...]  # (key, canonical text of the value), sorted by key
@@ -117,8 +118,8 @@ def _canonical_key(key: str) -> str:
 
 def _read(key: str, text: str) -> Any:
     try:
-        return _read_exponents(yaml.safe_load(text))
-    except yaml.YAMLError:
+        return _read_exponents(parse_yaml(text, "the value"))
+    except InputError:
         raise InputError(f"{key}: '{text}' is not valid YAML", code="invalid-yaml") from None
 
 
@@ -147,13 +148,20 @@ def format_value(value: Any) -> str:
         return "{" + ",".join(f"{format_value(k)}: {format_value(v)}" for k, v in sorted(value.items())) + "}"
     if isinstance(value, Iterable) and not isinstance(value, str):
         return "[" + ",".join(format_value(item) for item in value) + "]"
-    if _PLAIN_TEXT.fullmatch(value) and yaml.safe_load(value) == value:
+    if _PLAIN_TEXT.fullmatch(value) and _parses_to(value, value):
         return str(value)
     # as an item of a list, so that text with a comma is quoted
     text = yaml.safe_dump([value], default_flow_style=True, width=1 << 20, allow_unicode=True).strip()[1:-1]
-    if not _SPECIAL.search(value) and text == text.strip() and yaml.safe_load(text) == value:
+    if not _SPECIAL.search(value) and text == text.strip() and _parses_to(text, value):
         return text
     return '"' + "".join(c if c.isascii() and c.isalnum() else f"\\U{ord(c):08x}" for c in value) + '"'
+
+
+def _parses_to(text: str, value: str) -> bool:
+    try:
+        return bool(parse_yaml(text, "") == value)
+    except InputError:
+        return False
 
 
 def format_number(value: float) -> str:

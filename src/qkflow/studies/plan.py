@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from qkflow.config_io import check_mapping, dataclass_from_dict
+from qkflow.config_io import Range, Seed, check_mapping, check_ranges, dataclass_from_dict
 from qkflow.errors import InputError
+from qkflow.plain_data import shorten
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
 from qkflow.training.config import DEFAULT_LR
@@ -53,9 +54,12 @@ class PlannedRun:
     id: str
     phase: str  # cost | tune | screen | compare | noise | finetune
     cell: str  # of a fine-tuning run: CELL/TASK
-    seed: int
+    seed: Seed
     lr: float
-    tokens: int
+    tokens: Annotated[int, Range(0, 10**16)]
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "runs")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class StudyPlan:
     command: str
     arms: tuple[PlannedArm, ...]
     budgets: dict[str, int]  # tokens by model
-    jobs: int
+    jobs: Annotated[int, Range(0, 10**6)]
     runs: tuple[PlannedRun, ...]
     created_at: str = ""  # ISO time, UTC
 
@@ -83,8 +87,8 @@ class StudyPlan:
             values = {
                 **{name: study.get(name) for name in ("command", "budgets", "jobs", "created_at")},
                 "config": _read(ComparisonConfig, study.get("config"), "config"),
-                "arms": [_read_arm(arm) for arm in study.get("arms", ())],
-                "runs": [_read(PlannedRun, run, "runs") for run in study.get("runs", ())],
+                "arms": [_read_arm(arm) for arm in _read_list(study, "arms")],
+                "runs": [_read(PlannedRun, run, "runs") for run in _read_list(study, "runs")],
             }
             plan: StudyPlan = _read(cls, values, "study")
             plan.check()
@@ -95,6 +99,7 @@ class StudyPlan:
     def check(self) -> None:
         """Raise InputError unless the config is valid and the arms have cells, those of the pool first."""
         self.config.check()
+        check_ranges(self, "study")
         if not self.arms or self.arms[0].role != "reference":
             raise InputError("the first of its arms must have the role reference", code="missing-reference")
         for arm in self.arms:
@@ -131,6 +136,13 @@ def _with_optimizer(study: Mapping[str, Any]) -> Mapping[str, Any]:
     lr = None if config.get("lr") == DEFAULT_LR["adamw"] else config.get("lr")
     config = {**config, "optimizer": "adamw", "lr": lr}
     return {**study, "config": config, "command": f"{study.get('command')} --optimizer adamw"}
+
+
+def _read_list(study: Mapping[str, Any], key: str) -> list[Any]:
+    values = study.get(key)
+    if not isinstance(values, list):
+        raise InputError(f"'{key}' must be a list, not {shorten(values)}", code="wrong-type")
+    return values
 
 
 def _read_arm(values: Any) -> PlannedArm:

@@ -16,10 +16,12 @@ from typing import Any
 
 from qkflow.errors import InputError
 from qkflow.files import write_atomic, write_json
+from qkflow.plain_data import read_json
 from qkflow.studies.plan import PlannedRun, StudyPlan
 from qkflow.studies.run_data import RunData
 from qkflow.studies.runner.study_dir import StudyDir
-from qkflow.training.run_dir import METRICS_FILE, RESULT_FILE
+from qkflow.training.metrics_log import plain_row
+from qkflow.training.run_dir import METRICS_FILE, RESULT_FILE, check_result
 
 RECORD_KIND = "qkflow comparison"
 _RESULT_KEYS = (
@@ -51,8 +53,8 @@ def write_record(plan: StudyPlan, runs: list[RunData], path: Path) -> None:
 def read_record(path: Path) -> tuple[StudyPlan, list[RunData]]:
     """Return the plan and the runs of a record. Raise InputError if the file is not one."""
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
+        values = read_json(path, code="corrupt-record")
+    except OSError as error:
         raise InputError(f"{path} cannot be read as JSON ({error})", code="corrupt-record") from None
     if not isinstance(values, dict) or values.get("kind") != RECORD_KIND:
         raise InputError(
@@ -60,12 +62,15 @@ def read_record(path: Path) -> tuple[StudyPlan, list[RunData]]:
             code="not-a-record",
         )
     names = PlannedRun.__dataclass_fields__
-    rows = [row for row in values.get("runs", ()) if isinstance(row, dict)]
+    listed = values.get("runs")
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
     planned = [{name: row.get(name) for name in names} for row in rows]
     plan = StudyPlan.from_dict({**values, "runs": planned}, path)
-    environment = values.get("environment") or {}
     try:
+        environment = dict(values.get("environment") or {})
         runs = [_run_from_dict(run, row, environment) for run, row in zip(plan.runs, rows, strict=True)]
+    except InputError as error:
+        raise InputError(f"{path}: {error}", code="corrupt-record") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path} has a damaged run ({error})", code="corrupt-record") from None
     return plan, runs
@@ -118,24 +123,29 @@ def _run_to_dict(run: RunData) -> dict[str, Any]:
 
 def _run_from_dict(run: PlannedRun, row: Mapping[str, Any], environment: Mapping[str, Any]) -> RunData:
     result = {key: row[key] for key in (*_RESULT_KEYS, "stability") if key in row}
+    check_result(result, f"run {run.id}")
     if result:
         result["environment"] = dict(environment)
     metrics: dict[str, list[dict[str, Any]]] = {}
     if run.phase == "compare":
-        metrics = {
+        stored = {
             "eval": [dict(zip(_CURVE_KEYS, point, strict=True)) for point in row.get("curve", ())],
             "probe": _probes_from_columns(row.get("probes", {})),
             "train": [{"step": 0, "tokens_per_second": row.get("tokens_per_second")}],
         }
+        metrics = {kind: [plain_row(each) for each in rows] for kind, rows in stored.items()}
     return RunData(**asdict(run), result=result or None, metrics=metrics)
 
 
 def _probes_to_columns(probes: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Return the tokens of the probes, and a list of one number per probe by measure."""
+    probes = [probe for probe in probes if probe.get("tokens") is not None]
     columns: dict[str, list[float]] = {"tokens": [probe["tokens"] for probe in probes]}
     for name, reduce in _PROBES.items():
-        if probes and all(probe.get(name) not in (None, []) for probe in probes):
-            columns[name] = _rounded([float(reduce(probe[name])) for probe in probes])
+        kind = (int, float) if reduce is float else list
+        values = [probe.get(name) for probe in probes]
+        if values and all(isinstance(value, kind) and value != [] for value in values):
+            columns[name] = _rounded([float(reduce(value)) for value in values])
     return columns
 
 

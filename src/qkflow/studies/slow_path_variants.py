@@ -17,14 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from qkflow.config_io import dataclass_from_dict, unknown_key
 from qkflow.errors import InputError, unknown
 from qkflow.models import ModelConfig, preset
 from qkflow.models.cost import flops_per_token
 from qkflow.models.slow_path.config import SlowPathConfig
 from qkflow.models.slow_path.pooling import check_ratio
+from qkflow.plain_data import parse_yaml
 
 SLOW_PATH_VARIANTS = ("slow", "dense-matched")
 WARM_GATE_INIT = 0.1  # at init of `tiny`, ‖g⊙ũ‖/‖x‖ is then 12% (gpt2) or 42% (fan_in)
@@ -100,7 +99,7 @@ def _parse_slow_path_variant(name: str) -> tuple[str, str | None, dict[str, Any]
     for part in parts:
         key, equals, value = part.partition("=")
         if equals and value:
-            options["ratio" if key == "P" else key] = yaml.safe_load(value)
+            options["ratio" if key == "P" else key] = parse_yaml(value, f"the option '{key}'")
         elif kind == "slow" and key in FROZEN_ROLES:
             modes.append(key)
         else:

@@ -29,7 +29,12 @@ class Stability:
 def measure_stability(rows: Sequence[Mapping[str, Any]]) -> Stability | None:
     """Return the stability of a run from the rows of kind `train`; None if the log is too short."""
     last = max((row["step"] for row in rows), default=0)
-    kept = [row for row in rows if row["step"] > WARMUP_SHARE * last and "grad_norm_max" in row]
+    names = ("loss", "loss_max", "grad_norm_max")
+    kept = [
+        row
+        for row in rows
+        if row["step"] > WARMUP_SHARE * last and all(isinstance(row.get(name), int | float) for name in names)
+    ]
     if len(kept) < 3:
         return None
     lowest = np.minimum.accumulate([row["loss"] for row in kept])[:-1]

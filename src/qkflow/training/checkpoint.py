@@ -38,6 +38,7 @@ from torch import Tensor
 from qkflow import files
 from qkflow.errors import InputError
 from qkflow.files import DiskFullError
+from qkflow.plain_data import read_json
 from qkflow.training.distributed import DistContext
 from qkflow.training.tensor_file import write_tensors
 
@@ -196,7 +197,7 @@ class CheckpointManager:
 def verify_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint at `path`. Raise CorruptCheckpointError if a checksum does not match."""
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+        manifest = read_json(path / MANIFEST_FILE)
         if manifest["format"] != CHECKPOINT_FORMAT:
             return Checkpoint(path, manifest)
         checksum = manifest.pop("checksum")
@@ -205,7 +206,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
     if checksum != _manifest_checksum(manifest):
         raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is damaged: its checksum does not match")
     for name, entry in manifest["files"].items():
-        file = path / name
+        file = path / files.check_file_name(f"{path / MANIFEST_FILE}: the file", name)
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
             raise CorruptCheckpointError(f"{file} is missing or has the wrong size")
         if file_sha256(file) != entry["sha256"]:

@@ -10,17 +10,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
-from qkflow.config_io import check_mapping, check_seed, dataclass_from_dict
+from qkflow.config_io import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Range,
+    Seed,
+    check_mapping,
+    check_ranges,
+    dataclass_from_dict,
+)
 from qkflow.errors import InputError, unknown
 from qkflow.models.config import ModelConfig
 from qkflow.models.presets import preset
+from qkflow.plain_data import read_yaml
 from qkflow.training.pace import check_pace
 
 OptimizerName = Literal["adamw", "muon"]
@@ -29,6 +39,7 @@ Precision = Literal["fp32", "bf16"]
 ParallelMode = Literal["none", "ddp", "fsdp", "hsdp"]
 WriterName = Literal["tensorboard", "trackio", "wandb"]
 DEFAULT_TOKENS = 1_000_000
+Tokens = Annotated[int, Range(1, 10**15, cost="the largest models were trained on 10^13")]
 # Learning rates of `qkflow train` and `compare`: the best at 1M parameters. TrainConfig has that of AdamW.
 DEFAULT_LR: dict[OptimizerName, float] = {"adamw": 3e-3, "muon": 1.2e-2}
 
@@ -39,8 +50,11 @@ class DataConfig:
 
     corpus: str = "speeches"  # a built-in name, a path or hf:owner/name:config
     tokenizer: str = "bpe:2048"  # bytes, bpe:SIZE, a path or hf:NAME
-    seq_len: int = 128  # tokens per window
+    seq_len: Count = 128  # tokens per window
     fingerprint: str | None = None  # refuse a prepared corpus with another fingerprint
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "data")
 
 
 @dataclass(frozen=True)
@@ -48,47 +62,47 @@ class TrainConfig:
     """Budget, optimizer, compute and logging options of a run."""
 
     # Budget: one of tokens, steps and minutes.
-    tokens: int | None = None  # training tokens (default: 1M)
-    steps: int | None = None  # optimizer steps, instead of tokens
-    minutes: float | None = None  # training time without evaluation and checkpoints, instead of tokens
+    tokens: Tokens | None = None  # training tokens (default: 1M)
+    steps: Count | None = None  # optimizer steps, instead of tokens
+    minutes: Positive | None = None  # training time without evaluation and checkpoints, instead of tokens
     # Batch
-    batch_size: int = 16  # windows per optimizer step, over all processes and microbatches
-    accumulate: int = 1  # microbatches per optimizer step
+    batch_size: Count = 16  # windows per optimizer step, over all processes and microbatches
+    accumulate: Count = 1  # microbatches per optimizer step
     # Optimizer
     optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
-    lr: float = 3e-3  # peak learning rate
+    lr: Positive = 3e-3  # peak learning rate
     schedule: Schedule = "cosine"  # of the learning rate, after warmup
-    warmup: float = 0.02  # below 1: fraction of the run; otherwise: steps
-    min_lr_factor: float = 0.1  # final learning rate of cosine and wsd, as a fraction of lr
-    decay_ratio: float = 0.2  # fraction of the run in which wsd decays
-    weight_decay: float = 0.1  # of matrices; vectors and scalars have none
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    eps: float = 1e-8  # AdamW
-    momentum: float = 0.95  # Muon
-    clip: float = 1.0  # maximum gradient norm; 0: no clipping
+    warmup: NonNegative = 0.02  # below 1: fraction of the run; otherwise: steps
+    min_lr_factor: Fraction = 0.1  # final learning rate of cosine and wsd, as a fraction of lr
+    decay_ratio: Fraction = 0.2  # fraction of the run in which wsd decays
+    weight_decay: NonNegative = 0.1  # of matrices; vectors and scalars have none
+    beta1: Fraction = 0.9  # AdamW
+    beta2: Fraction = 0.95  # AdamW
+    eps: Positive = 1e-8  # AdamW
+    momentum: Fraction = 0.95  # Muon
+    clip: NonNegative = 1.0  # maximum gradient norm; 0: no clipping
     pace: float | str | dict[str, Any] | None = None  # learning-rate ratio of QK: 4, increasing:40
     freeze: tuple[str, ...] = ()  # parameter roles that are not trained, e.g. [slow]
-    seed: int = 0  # of the init and the batches
+    seed: Seed = 0  # of the init and the batches
     # Compute
     precision: Precision = "fp32"  # bf16: autocast; weights stay fp32
     compile: bool | str = False  # compile every block: true, or a backend of torch.compile
     activation_checkpointing: bool = False  # recompute blocks in the backward pass to save memory
     parallel: ParallelMode | None = None  # under torchrun (default: ddp)
-    shard_degree: int | None = None  # processes per replica under hsdp (default: those of one machine)
+    shard_degree: Count | None = None  # processes per replica under hsdp (default: those of one machine)
     param_dtype: Precision = "fp32"  # of weights gathered by fsdp and hsdp; bf16 needs precision bf16
     reduce_dtype: Precision = "fp32"  # of gradients reduced by fsdp and hsdp
     device: str = "auto"  # auto, cpu, cuda or mps
     # Logging and checkpoints: none of these changes the trained weights.
-    evaluations: int = 20  # evenly spaced over the run
-    eval_every: int | None = None  # steps, instead of evaluations
-    eval_tokens: int | None = 32_768  # of the validation split; null: all of it
-    final_eval_tokens: int | None = None  # of the evaluation for result.json; null: as eval_tokens
-    probe_every: int | None = None  # steps; null: with every evaluation, 0: never
-    log_every: int | None = None  # steps
-    save_every: int | None = None  # steps, instead of save_minutes
-    save_minutes: float = 2.0  # minutes between checkpoints
-    keep_latest_k: int = 2  # checkpoints to keep
+    evaluations: Count = 20  # evenly spaced over the run
+    eval_every: Count | None = None  # steps, instead of evaluations
+    eval_tokens: Tokens | None = 32_768  # of the validation split; null: all of it
+    final_eval_tokens: Tokens | None = None  # of the evaluation for result.json; null: as eval_tokens
+    probe_every: Annotated[int, Range(0, 10**9)] | None = None  # steps; null: with every evaluation, 0: never
+    log_every: Count | None = None  # steps
+    save_every: Count | None = None  # steps, instead of save_minutes
+    save_minutes: Positive = 2.0  # minutes between checkpoints
+    keep_latest_k: Count = 2  # checkpoints to keep
     writers: tuple[WriterName, ...] = ()  # metrics loggers beside metrics.jsonl
 
     def __post_init__(self) -> None:
@@ -98,8 +112,7 @@ class TrainConfig:
                 f"train: set one of tokens, steps and minutes, not {' and '.join(budgets)}",
                 code="several-budgets",
             )
-        self._check_ranges()
-        check_seed("train.seed", self.seed)
+        check_ranges(self, "train")
         if self.batch_size % self.accumulate:
             raise InputError(
                 f"train.batch_size {self.batch_size} is not a multiple of train.accumulate {self.accumulate}",
@@ -112,33 +125,6 @@ class TrainConfig:
             )
         if self.pace is not None:
             check_pace(self.pace, in_minutes=self.minutes is not None)
-
-    def _check_ranges(self) -> None:
-        for name in (
-            *("tokens", "steps", "minutes", "batch_size", "accumulate", "lr", "eps", "evaluations"),
-            *(
-                "eval_every",
-                "eval_tokens",
-                "final_eval_tokens",
-                "log_every",
-                "save_every",
-                "save_minutes",
-                "keep_latest_k",
-                "shard_degree",
-            ),
-        ):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise InputError(f"train.{name} must be above zero, not {value}", code="not-positive")
-        for name in ("warmup", "weight_decay", "clip", "probe_every"):
-            value = getattr(self, name)
-            if value is not None and not (value >= 0 and math.isfinite(value)):
-                raise InputError(f"train.{name} must be at least 0, not {value}", code="negative")
-        for name in ("min_lr_factor", "decay_ratio", "beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(
-                    f"train.{name} must be between 0 and 1, not {getattr(self, name)}", code="not-a-fraction"
-                )
 
 
 # Keys of `train` that may change when a run resumes from a checkpoint.
@@ -176,18 +162,11 @@ class RunConfig:
     @classmethod
     def load(cls, path: Path) -> RunConfig:
         try:
-            values = yaml.safe_load(path.read_text("utf-8"))
+            values = read_yaml(path, text_code="config-not-text")
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(
                 f"{path} does not exist: pass the folder of a run, or a config", code="config-not-found"
             ) from None
-        except IsADirectoryError:
-            raise InputError(f"{path} is a folder: pass its config.yaml", code="config-not-text") from None
-        except UnicodeDecodeError:
-            raise InputError(f"{path} is not a text file", code="config-not-text") from None
-        except yaml.YAMLError as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"{path} is not valid YAML: {reason}", code="invalid-yaml") from None
         try:
             return cls.from_dict(values)
         except InputError as error:

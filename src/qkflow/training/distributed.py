@@ -11,6 +11,7 @@ number of processes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +144,28 @@ class DistContext:
             torch.distributed.barrier()
 
 
+def read_rank() -> tuple[int, int, int]:
+    """Return WORLD_SIZE, RANK and LOCAL_RANK, which torchrun sets; 1, 0, 0 without it."""
+    numbers = []
+    for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        text = os.environ.get(name) or default
+        if not re.fullmatch("[0-9]{1,6}", text):
+            raise _bad_rank(f"{name} is '{text}'")
+        numbers.append(int(text))
+    world_size, rank, local_rank = numbers
+    if world_size < 1 or (world_size > 1 and not (rank < world_size and local_rank < world_size)):
+        raise _bad_rank(f"RANK {rank} and LOCAL_RANK {local_rank} do not fit WORLD_SIZE {world_size}")
+    return world_size, rank, local_rank
+
+
+def _bad_rank(problem: str) -> InputError:
+    return InputError(
+        f"the environment variable {problem}: torchrun sets it; unset WORLD_SIZE, RANK and LOCAL_RANK to "
+        "train in one process",
+        code="invalid-world-size",
+    )
+
+
 @contextmanager
 def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[DistContext]:
     """Join the process group that torchrun's environment variables describe, until the block ends.
@@ -169,7 +192,7 @@ def init_distributed(parallel: ParallelMode | None, device: str) -> Iterator[Dis
         return
     rank_device = resolve_device(device)
     if rank_device.type == "cuda":
-        rank_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        rank_device = torch.device("cuda", read_rank()[2])
         torch.cuda.set_device(rank_device)
     with process_group(rank_device):
         rank = torch.distributed.get_rank()
@@ -188,7 +211,7 @@ def _has_process_group() -> bool:
 def _world_size() -> int:
     if _has_process_group():
         return torch.distributed.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return read_rank()[0]
 
 
 @contextmanager
@@ -197,7 +220,22 @@ def process_group(device: torch.device) -> Iterator[None]:
     if _has_process_group():
         yield
         return
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        _join_process_group("nccl" if device.type == "cuda" else "gloo")
+    except ValueError as error:  # a variable of torchrun is missing or wrong
+        world_size, rank, _ = read_rank()
+        raise InputError(
+            f"process {rank} of {world_size} cannot join the others ({error}): start with torchrun, or unset "
+            "WORLD_SIZE",
+            code="invalid-world-size",
+        ) from None
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _join_process_group(backend: str) -> None:
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         # torchrun keeps one store over restarts (--max-restarts), with the addresses of processes that have
         # ended. Restarts are counted per machine, so that the count names the attempt on one machine only.
@@ -207,10 +245,6 @@ def process_group(device: torch.device) -> Iterator[None]:
         torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     else:
         torch.distributed.init_process_group(backend)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def _is_connection_error(error: RuntimeError) -> bool:

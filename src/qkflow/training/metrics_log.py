@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from qkflow import files
 from qkflow.errors import InputError
+from qkflow.plain_data import MAX_LOG_BYTES, MAX_NUMBER, is_number, load_json, open_regular, read_bytes
 from qkflow.training.run_dir import METRICS_FILE
 
 MetricsRow = dict[str, Any]
@@ -59,18 +60,29 @@ class MetricsLog:
 def parse_row(line: bytes) -> MetricsRow | None:
     """Return one row of `metrics.jsonl`; None for a line that a killed process left incomplete."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        row = load_json(line.decode())
+    except (ValueError, RecursionError):
         return None
-    is_valid = isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("kind"), str)
-    return row if is_valid else None
+    is_valid = isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("kind"), str)
+    return plain_row(row) if is_valid and 0 <= row["step"] <= MAX_NUMBER else None
+
+
+def plain_row(row: MetricsRow) -> MetricsRow:
+    """Return a row without the values that no measurement has: text, mappings, numbers beyond all use."""
+    return {key: value for key, value in row.items() if key == "kind" or _is_measurement(value)}
+
+
+def _is_measurement(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(is_number(item, or_none=True) for item in value)
+    return is_number(value, or_none=True)
 
 
 def read_rows(path: Path) -> list[MetricsRow]:
     """Return all complete rows of a `metrics.jsonl`; an empty list if there is no file."""
     try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
+        lines = read_bytes(path, MAX_LOG_BYTES).split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return [row for line in lines if (row := parse_row(line)) is not None]
 
@@ -85,12 +97,12 @@ class MetricsTail:
     def read_new(self) -> list[MetricsRow]:
         """Return the new rows; all rows again, if the file was replaced by a worker that resumes."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode, self._offset, self._partial_line = status.st_ino, 0, b""
                 file.seek(self._offset)
-                new = file.read()
+                new = file.read(MAX_LOG_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return []
         self._offset += len(new)

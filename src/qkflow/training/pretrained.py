@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from qkflow import files
 from qkflow.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_from_str
 from qkflow.errors import InputError
 from qkflow.models import Decoder, ModelConfig
+from qkflow.plain_data import open_regular, read_json, read_text
 from qkflow.training.tensor_file import write_tensors
 
 MODEL_CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
@@ -161,6 +161,7 @@ def _load_weights(model: Decoder, path: Path, device: torch.device | str) -> Non
     from safetensors.torch import load_file
 
     try:
+        open_regular(path).close()  # raises for a device or a pipe
         weights = load_file(path, device=str(device))
         check_finite_weights(path, weights.items())
         model.load_state_dict(weights)
@@ -175,15 +176,15 @@ def _load_weights(model: Decoder, path: Path, device: torch.device | str) -> Non
 
 def _load_tokenizer(path: Path, eos_token_id: int, bos_token_id: int | None) -> Tokenizer:
     try:
-        return tokenizer_from_str(path.read_text("utf-8"), eos_token_id, bos_token_id)
+        return tokenizer_from_str(read_text(path), eos_token_id, bos_token_id)
     except Exception as error:  # `tokenizers` raises bare Exception
         raise InputError(f"cannot read {path} as a tokenizer: {error}", code="corrupt-tokenizer") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        values = read_json(path, code="corrupt-model")
+    except OSError as error:
         raise InputError(f"cannot read {path}: {error}", code="corrupt-model") from None
     if not isinstance(values, dict):
         raise InputError(f"{path} does not describe a qkflow model", code="not-a-qkflow-model")

@@ -11,7 +11,6 @@ The exit code of a worker process tells finished, failed and interrupted runs ap
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from types import FrameType
 from typing import Any
 
 from qkflow import files, locks
+from qkflow.errors import InputError
+from qkflow.plain_data import is_number, read_json, shorten
 from qkflow.training.distributed import DistContext
 
 RUN_CONFIG_FILE = "config.yaml"
@@ -29,6 +30,11 @@ CHECKPOINTS_DIR = "checkpoints"
 MODEL_DIR = "model"
 RESULT_FILE = "result.json"
 RUN_LOCK = ".worker.lock"
+
+RESULT_NUMBERS = (
+    *("loss", "perplexity", "bits_per_byte", "tokens", "steps", "seconds", "step_seconds"),
+    *("peak_memory_bytes", "parameters", "flops_per_token"),
+)
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1  # the reason is in result.json, unless the disk is full
@@ -40,10 +46,39 @@ EXIT_INTERRUPTED = 75  # stopped by a signal after saving a checkpoint: can be r
 def read_result(folder: Path) -> dict[str, Any] | None:
     """Return the content of result.json; None if it is missing or damaged."""
     try:
-        result = json.loads((folder / RESULT_FILE).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        result = read_json(folder / RESULT_FILE)
+    except (FileNotFoundError, NotADirectoryError, InputError):
         return None
     return result if isinstance(result, dict) else None
+
+
+def check_result(result: dict[str, Any], source: Path | str) -> dict[str, Any]:
+    """Return the content of a result.json whose values have the types that readers rely on.
+
+    Raise InputError (code `corrupt-result`) that names file, key and value otherwise.
+    """
+    for key, value in result.items():
+        expected = _wrong_result_type(key, value)
+        if expected:
+            raise InputError(
+                f"{source}: '{key}' is {shorten(value)}, not {expected}: remove the file to train the run "
+                "again",
+                code="corrupt-result",
+            )
+    return result
+
+
+def _wrong_result_type(key: str, value: Any) -> str:
+    """Return what a value of a result should be, if it is not."""
+    if key in RESULT_NUMBERS and not is_number(value, or_none=True):
+        return "a number"
+    if key in ("status", "error") and not isinstance(value, str | None):
+        return "text"
+    if key in ("environment", "stability", "parameters_by_role") and not isinstance(value, dict | None):
+        return "a mapping"
+    if key == "stability" and value and not all(map(is_number, value.values())):
+        return "a mapping to numbers"
+    return ""
 
 
 def write_failure(folder: Path, error: str) -> None:

@@ -17,6 +17,7 @@ from typing import NoReturn, get_args
 import torch
 
 from qkflow import files
+from qkflow.config_io import THREADS
 from qkflow.errors import InputError
 from qkflow.files import DiskFullError
 from qkflow.training.callbacks import Callback, StderrCallback
@@ -119,9 +120,8 @@ def exit_code_of(folder: Path, run: Callable[[], int]) -> int:
 
 def configure_process(threads: int | None) -> None:
     """Set the number of CPU threads of this process, and flush denormals to zero."""
-    if threads is not None and threads < 1:
-        raise InputError(f"--threads must be at least 1, not {threads}", code="threads-below-one")
     if threads is not None:
+        THREADS.check("--threads", threads)
         torch.set_num_threads(threads)
     # Moments of gradients that stay zero (rare tokens) decay to denormals, which are slow on CPUs.
     torch.set_flush_denormal(True)

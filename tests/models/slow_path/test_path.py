@@ -262,8 +262,8 @@ def test_compile_activation_checkpointing_and_bf16() -> None:
     [
         ({"ratio": 1}, "invalid-pooling-ratio"),
         ({"ratio": 2.5}, "wrong-type"),
-        ({"n_layers": 0}, "option-not-positive"),
-        ({"hidden_dim": 0}, "option-not-positive"),
+        ({"n_layers": 0}, "below-minimum"),
+        ({"hidden_dim": 0}, "below-minimum"),
         ({"gate": "scaler"}, "unknown-gate"),
         ({"gate": "tanh", "gate_init": 1.0}, "invalid-gate-init"),
         ({"inject": "eech"}, "unknown-inject"),

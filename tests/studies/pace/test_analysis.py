@@ -52,7 +52,8 @@ def analyze_fake(folder: Path, results: dict[str, list[dict[str, Any]]], **confi
             name = f"r{ratio}.s{seed}"
             (folder / "runs" / name).mkdir(parents=True)
             (folder / "runs" / name / "result.json").write_text(json.dumps(result))
-            runs.append({"id": name, "cell": f"r={ratio}", "seed": seed})
+            run = {"id": name, "phase": "pace", "cell": f"r={ratio}", "seed": seed, "lr": 1e-3, "tokens": 1}
+            runs.append(run)
     study_config = PaceStudyConfig("agreement", **config)
     facts = StudyFacts(steps=1, train=1, test=1, majority=0.5, vocab_size=3, notes={})
     study = {

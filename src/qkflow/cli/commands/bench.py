@@ -6,7 +6,7 @@ import dataclasses
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.table import Table
@@ -16,21 +16,24 @@ from qkflow.bench.ablation_page import update_results, write_page
 from qkflow.bench.levels import BenchRow, measure_level, rounds_at
 from qkflow.bench.timing import process_clock
 from qkflow.bench.variants import LEVELS, BenchShape, Level, select_variants, verify_all
+from qkflow.config_io import THREADS, Range
 from qkflow.console import emit_json, out, progress_bar
 from qkflow.errors import InputError
 from qkflow.system import collect_env, resolve_device
+
+Size = Annotated[int, Range(1, 10**5)]
 
 
 def bench(
     level: Literal["all", "attention", "block", "model", "decode"] = "all",
     variants: str | None = None,
-    dim: int = 512,
-    n_heads: int = 8,
-    n_kv_heads: int | None = None,
-    seq_len: int = 512,
-    batch_size: int = 4,
-    threads: int | None = None,
-    rounds: int | None = None,
+    dim: Size = 512,
+    n_heads: Size = 8,
+    n_kv_heads: Size | None = None,
+    seq_len: Size = 512,
+    batch_size: Size = 4,
+    threads: Annotated[int, THREADS] | None = None,
+    rounds: Annotated[int, Range(1, 10**6, cost="a round takes milliseconds to seconds")] | None = None,
     device: str = "auto",
     precision: Literal["fp32", "bf16"] = "fp32",
     quick: bool = False,
@@ -76,18 +79,6 @@ def bench(
             (docs/results/ablation.json gives docs/ablation.md).
         json: print one JSON object instead of tables.
     """
-    counts = {
-        "--dim": dim,
-        "--n-heads": n_heads,
-        "--n-kv-heads": n_kv_heads,
-        "--seq-len": seq_len,
-        "--batch-size": batch_size,
-        "--threads": threads,
-        "--rounds": rounds,
-    }
-    for flag, value in counts.items():
-        if value is not None and value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}", code="not-positive")
     if threads is not None:
         torch.set_num_threads(threads)
     if not ablate and (clock != "wall" or save is not None):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from json import loads as parse_json
 from pathlib import Path
 from typing import Any
 
 from qkflow import console
 from qkflow.errors import InputError
+from qkflow.plain_data import read_json
 from qkflow.studies.calibration import (
     NULL_SCENARIOS,
     SEED_COUNTS,
     CalibrationRow,
     DesignName,
+    Saving,
     calibrate,
     effect_scenarios,
     noise_scenarios,
@@ -70,9 +71,12 @@ def calibrate_command(
 
 def _load(path: Path) -> tuple[list[CalibrationRow], dict[str, Any]]:
     try:
-        values = parse_json(path.read_bytes())
-        return [CalibrationRow.from_dict(row) for row in values["rows"]], values["saving"]
-    except (OSError, ValueError, KeyError, TypeError):
+        values = read_json(path)
+        rows = [CalibrationRow.from_dict(row) for row in values["rows"]]
+        if not rows:
+            raise ValueError
+        return rows, Saving.from_dict(values["saving"]).to_dict()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InputError(
             f"--saved {path} is not a result of `qkflow calibrate --json`", code="not-a-calibration"
         ) from None
@@ -147,7 +151,7 @@ def _pivot(rows: list[CalibrationRow], cell: Callable[[CalibrationRow], str]) ->
     for row in rows:
         by_scenario.setdefault(row.scenario, {})[row.design, row.seeds] = cell(row)
     header = ["scenario", *(f"{design} {seeds}" for design, seeds in designs)]
-    return [header, *([name, *(cells[d] for d in designs)] for name, cells in by_scenario.items())]
+    return [header, *([name, *(cells.get(d, "–") for d in designs)] for name, cells in by_scenario.items())]
 
 
 def _print_table(title: str, lines: list[list[str]], markdown: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from qkflow import console
+from qkflow.config_io import Count, Range
 from qkflow.errors import InputError, unknown
 
 SPLITS = ("train", "validation", "test")
@@ -21,14 +22,14 @@ def evaluate(
     *,
     data: str | None = None,
     split: str | None = None,
-    seq_len: int | None = None,
+    seq_len: Count | None = None,
     tokens: str | None = None,
     tasks: str | None = None,
     include: Path | None = None,
-    limit: int | None = None,
-    shots: int | None = None,
+    limit: Count | None = None,
+    shots: Annotated[int, Range(0, 10**4)] | None = None,
     coupling: Path | None = None,
-    batch_size: int = 16,
+    batch_size: Annotated[int, Range(1, 10**6)] = 16,
     device: str = "auto",
     threads: int | None = None,
     json: bool = False,
@@ -66,14 +67,6 @@ def evaluate(
         corpus_options={"data": data, "split": split, "seq_len": seq_len, "tokens": tokens},
         task_options={"include": include, "limit": limit, "shots": shots, "coupling": coupling},
     )
-    for name, value, least in (
-        ("batch-size", batch_size, 1),
-        ("seq-len", seq_len, 1),
-        ("limit", limit, 1),
-        ("shots", shots, 0),
-    ):
-        if value is not None and value < least:
-            raise InputError(f"--{name} must be at least {least}, not {value}", code="below-minimum")
     if split not in (None, *SPLITS, "all"):
         raise unknown("split", split, (*SPLITS, "all"))
     from qkflow.system import resolve_device

@@ -10,20 +10,19 @@ from typing import Annotated, Any
 import tyro
 
 from qkflow import console
-from qkflow.config_io import check_seed, check_utf8
-from qkflow.errors import InputError
+from qkflow.config_io import Range, Seed, check_utf8
 
 
 def generate(
     model: Annotated[Path, tyro.conf.Positional],
     *,
     prompt: str = "",
-    tokens: int = 100,
+    tokens: Annotated[int, Range(1, 10**7)] = 100,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
-    seed: int | None = None,
-    samples: int = 1,
+    seed: Seed | None = None,
+    samples: Annotated[int, Range(1, 10**5)] = 1,
     device: str = "auto",
     threads: int | None = None,
     json: bool = False,
@@ -57,12 +56,7 @@ def generate(
     from qkflow.training.worker import configure_process
 
     check_utf8("--prompt", prompt)
-    for flag, value in (("--samples", samples), ("--tokens", tokens)):
-        if value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}", code="below-minimum")
     Sampler(temperature, top_k, top_p)  # reports a wrong value before anything is printed
-    if seed is not None:
-        check_seed("--seed", seed)
     configure_process(threads)
     decoder, tokenizer = load_model(model, device=resolve_device(device))
     prompt_ids = tokenizer.encode_with_bos(prompt)

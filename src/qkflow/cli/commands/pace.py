@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich import box
 from rich.table import Table
 
 from qkflow import console
+from qkflow.config_io import Range
 from qkflow.errors import InputError
 
 if TYPE_CHECKING:  # imported inside the commands, because torch is slow to import
@@ -21,9 +23,14 @@ if TYPE_CHECKING:  # imported inside the commands, because torch is slow to impo
     from qkflow.papers.faster_qk.synthetic import SyntheticConfig, SyntheticResult
 
 
+MAX_SEEDS = 1000
+
+
 def _parse_floats(text: str, flag: str) -> list[float]:
     try:
         values = [float(part) for part in text.split(",") if part.strip()]
+        if not all(map(math.isfinite, values)):
+            values = []
     except ValueError:
         values = []
     if not values:
@@ -122,17 +129,17 @@ def synthetic(
     setting: str | None = None,
     qk_lr: float | None = None,
     ov_lr: float | None = None,
-    seq_len: int | None = None,
+    seq_len: Annotated[int, Range(high=10**4)] | None = None,
     growth: float | None = None,
     steps: int | None = None,
     stop_loss: float | None = None,
     qk_init: str | None = None,
     ov_init: str | None = None,
-    batch_size: int | None = None,
+    batch_size: Annotated[int, Range(high=10**5)] | None = None,
     fixed_attention: bool = False,
-    seeds: int = 3,
-    first_seed: int = 1234,
-    workers: int = 0,
+    seeds: Annotated[int, Range(1, MAX_SEEDS)] = 3,
+    first_seed: Annotated[int, Range(0, 2**32)] = 1234,
+    workers: Annotated[int, Range(0, 4096)] = 0,
     out: Path | None = None,
     json: bool = False,
 ) -> None:
@@ -169,8 +176,6 @@ def synthetic(
     """
     from qkflow.papers.faster_qk.synthetic import FIGURE_CONFIGS, synthetic_config
 
-    if seeds < 1:
-        raise InputError(f"--seeds must be at least 1, not {seeds}", code="option-not-positive")
     options: dict[str, Any] = {
         "qk_lr": qk_lr, "ov_lr": ov_lr, "seq_len": seq_len, "growth": growth, "steps": steps,
         "stop_loss": stop_loss, "qk_init": qk_init, "ov_init": ov_init, "batch_size": batch_size,

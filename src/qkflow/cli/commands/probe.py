@@ -9,7 +9,7 @@ import tyro
 from torch import Tensor
 
 from qkflow import console
-from qkflow.config_io import check_utf8
+from qkflow.config_io import Range, check_utf8
 from qkflow.errors import InputError
 from qkflow.measures.attention import LayerProbe
 
@@ -19,8 +19,8 @@ def probe(
     *,
     text: str | None = None,
     data: str | None = None,
-    windows: int = 8,
-    seq_len: int = 64,
+    windows: Annotated[int, Range(1, 10**5)] = 8,
+    seq_len: Annotated[int, Range(1, 10**5)] = 64,
     out: Path | None = None,
     device: str = "auto",
     threads: int | None = None,
@@ -94,11 +94,6 @@ def _validation_windows(model: Path, corpus: str, windows: int, seq_len: int) ->
     from qkflow.data import EvalWindows, prepare
     from qkflow.training.pretrained import tokenizer_spec
 
-    if windows < 1 or seq_len < 1:
-        raise InputError(
-            f"--windows and --seq-len must be at least 1, not {windows} and {seq_len}",
-            code="option-not-positive",
-        )
     tokens = prepare(corpus, tokenizer_spec(model)).tokens("validation")
     inputs, _ = next(iter(EvalWindows(tokens, seq_len, windows, windows * seq_len)))
     return torch.from_numpy(inputs)

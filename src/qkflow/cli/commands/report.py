@@ -95,7 +95,7 @@ def _report_one(
     if record:
         save_record(folder, record)
     if table:
-        return _print_table(table, comparison, markdown)
+        return _print_table(table, comparison, markdown, json)
     if out:
         write_atomic(out, render_report(comparison))
     elif folder.is_dir():
@@ -130,7 +130,7 @@ def _report_several(folders: tuple[Path, ...], out: Path, json: bool) -> int:
     return 0 if all(comparison.is_complete for comparison in comparisons) else 1
 
 
-def _print_table(name: TableName, comparison: Comparison, markdown: bool) -> int:
+def _print_table(name: TableName, comparison: Comparison, markdown: bool, json: bool) -> int:
     from qkflow.cli.commands.registry import print_rows
     from qkflow.report.study_tables import TABLES
 
@@ -139,5 +139,5 @@ def _print_table(name: TableName, comparison: Comparison, markdown: bool) -> int
         raise InputError(
             f"{comparison.folder} has no finished runs to show in the table {name}", code="no-finished-runs"
         )
-    print_rows(name, rows, json=False, markdown=markdown)
+    print_rows(name, rows, json=json, markdown=markdown)
     return 0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
 from qkflow import console
-from qkflow.config_io import check_seed
+from qkflow.config_io import Count, Positive, Range, Seed
 from qkflow.errors import InputError
 from qkflow.files import write_atomic
 from qkflow.papers.fast_slow import convergence, variational
@@ -24,11 +23,11 @@ MAX_SOLVER_OPS = 1e9  # `cofactors` computes N determinants of N³ operations pe
 
 def theory(
     generator: Path | None = None,
-    states: int | None = None,
-    seed: int = 0,
-    drift: float = 0.05,
-    steps: int | None = None,
-    hidden_dim: int = 32,
+    states: Annotated[int, Range(high=10**4)] | None = None,
+    seed: Seed = 0,
+    drift: Positive = 0.05,
+    steps: Count | None = None,
+    hidden_dim: Annotated[int, Range(1, 10**5)] = 32,
     out: Path | None = None,
     quick: bool = False,
     json: bool = False,
@@ -60,10 +59,6 @@ def theory(
         raise InputError(f"--out {out} is a folder: pass the path of an HTML file", code="out-is-a-folder")
     if steps is None:
         steps = 300 if quick else 2000
-    for flag, value in (("--drift", drift), ("--steps", steps), ("--hidden-dim", hidden_dim)):
-        if not 0 < value < math.inf:
-            raise InputError(f"{flag} must be a positive number, not {value:g}", code="option-not-positive")
-    check_seed("--seed", seed)
     W = _load_generators(generator, states, seed)
     drifting = convergence.DriftingGenerator(W.flatten(0, -3)[0] if W.ndim > 2 else W, seed)
     generators = _solver_test_generators(W, drifting, from_file=generator is not None, quick=quick, seed=seed)

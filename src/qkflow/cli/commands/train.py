@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-import yaml
 
 from qkflow import console
 from qkflow.errors import InputError, unknown
+from qkflow.plain_data import parse_yaml, read_yaml
 from qkflow.training import Callback, Trainer
 from qkflow.training.config import (
     CHANGEABLE_ON_RESUME,
@@ -232,7 +232,7 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     RunConfig.load(path)  # its errors name the file
-    values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    values: dict[str, Any] = read_yaml(path)
     return values
 
 
@@ -245,10 +245,7 @@ def _parse_assignments(texts: tuple[str, ...]) -> dict[str, Any]:
             raise InputError(
                 f"--set takes section.key=value, e.g. train.clip=0.5, not '{text}'", code="invalid-assignment"
             )
-        try:
-            nested: Any = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InputError(f"--set {key}: '{value}' is not valid YAML", code="invalid-yaml") from None
+        nested: Any = parse_yaml(value, f"--set {key}: '{value}'")
         for part in reversed(key.split(".")):
             nested = {part: nested}
         merged = _deep_merge(merged, nested)

@@ -10,7 +10,9 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,10 @@ from urllib.parse import urlsplit
 from qkflow.data import splits
 from qkflow.data.readers import documents, tables
 from qkflow.errors import InputError, unknown
+from qkflow.files import expand_user
 
+HUB_TIMEOUT = 4.0  # seconds to reach the hub
+MAX_HUB_NAME = 96  # characters
 MAX_ROWS_WITHOUT_TEXT = 1000  # rows to download in search of a text column
 
 
@@ -36,8 +41,11 @@ class HubDatasetSpec:
     @property
     def local_dir(self) -> Path | None:
         """The folder of a local copy, or None for a dataset of the hub."""
-        path = Path(self.repo_id).expanduser()
-        return path if path.is_dir() else None
+        path = expand_user(self.repo_id)
+        try:
+            return path if path.is_dir() else None
+        except (OSError, ValueError):  # not a name of this file system
+            return None
 
     def cache_key(self) -> list[tuple[str, Any]]:
         """Return the fields under the names that cache keys have always used."""
@@ -57,7 +65,7 @@ def parse_spec(spec: str) -> HubDatasetSpec:
             config = option
         elif key != "mb":
             raise unknown("option of a hub dataset", key, ["mb"])
-        elif not value.isdigit():
+        elif not re.fullmatch("[0-9]{1,9}", value):
             raise InputError(f"hf:{spec}: mb='{value}' is not an integer", code="not-a-number")
         else:
             megabytes = int(value)
@@ -75,6 +83,8 @@ def load_splits(spec: HubDatasetSpec, *, streaming: bool) -> dict[str, Iterable[
     If `streaming`, rows come over the network while they are read. Otherwise the dataset is downloaded, or
     read from the cache of `datasets`, which works offline.
     """
+    if not spec.local_dir:
+        check_hub_name(spec.repo_id)
     if streaming and not spec.local_dir:
         check_hub_reachable(f"the dataset {spec.repo_id}", "hf:/path/to/copy, or the path of its files")
     try:
@@ -143,14 +153,40 @@ def _error_summary(error: Exception) -> str:
 
 def check_hub_reachable(resource: str, alternative: str) -> None:
     """Raise at once if the hub cannot be reached; its own client would retry for half a minute."""
-    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return
-    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        socket.create_connection((host.hostname or "", host.port or 443), timeout=10).close()
-    except OSError as error:
+    proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    proxy = next(filter(None, map(os.environ.get, proxies)), None)
+    address = proxy or os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    if not _is_reachable(address):
         raise InputError(
-            f"{resource} is on the hub, and {host.hostname} cannot be reached: "
-            f"pass a local copy, as {alternative}",
+            f"{resource} is on the hub, and {address} cannot be reached: pass a local copy, as {alternative}",
             code="hub-unreachable",
-        ) from error
+        )
+
+
+def check_hub_name(name: str) -> None:
+    """Raise InputError for a name that the hub would refuse."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", name, re.A) or (
+        len(name) > MAX_HUB_NAME or "--" in name or ".." in name or name.endswith((".", "-", ".git"))
+    ):
+        raise InputError(
+            f"'{name}' is not a name on the hub: write owner/name, of letters, digits, '-', '_' and '.', or "
+            "the path of a folder that exists",
+            code="invalid-hub-name",
+        )
+
+
+def _is_reachable(address: str) -> bool:
+    """Return whether a host accepts a connection within HUB_TIMEOUT, the lookup of its name included."""
+    connected = threading.Event()
+
+    def connect() -> None:
+        with suppress(OSError, ValueError):
+            url = urlsplit(address if "//" in address else f"//{address}")
+            port = url.port or (80 if url.scheme == "http" else 443)
+            socket.create_connection((url.hostname or "", port), timeout=HUB_TIMEOUT).close()
+            connected.set()
+
+    thread = threading.Thread(target=connect, daemon=True)  # a lookup cannot be interrupted
+    thread.start()
+    thread.join(HUB_TIMEOUT)
+    return connected.is_set()

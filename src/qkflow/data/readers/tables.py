@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import difflib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 from qkflow.errors import InputError, unknown
+from qkflow.plain_data import iter_lines, load_json
 
 TEXT_COLUMN_NAMES = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
 MAX_LISTED_COLUMNS = 12  # columns listed in an error
@@ -86,13 +86,13 @@ def row_texts(
                 yield require_text(value, source, column, number)
 
 
-def jsonl_rows(stream: IO[bytes], path: Path) -> Iterator[tuple[int, Any]]:
+def jsonl_rows(stream: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number, object or string) of every line that is not blank."""
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(iter_lines(stream, path), start=1):
         if line.isspace():
             continue
         try:
-            row = json.loads(line)
+            row = load_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError:
             raise  # `open_binary` reports it
         except (ValueError, RecursionError) as error:

@@ -5,7 +5,6 @@ Rationales are character spans, so that any tokenizer with offsets can map them 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any
 from qkflow.data.readers import hf_datasets, tables
 from qkflow.data.readers.files import as_text, open_binary
 from qkflow.errors import InputError
+from qkflow.plain_data import MAX_LOG_BYTES, parse_json
 
 Span = tuple[int, int]  # characters [start, end)
 
@@ -121,12 +121,7 @@ def find_file(
 
 def read_json(path: Path) -> Any:
     with open_binary(path) as stream:
-        try:
-            return json.loads(stream.read())
-        except UnicodeDecodeError:
-            raise  # `open_binary` reports it
-        except ValueError as error:
-            raise InputError(f"{path} is not JSON: {error}", code="invalid-json") from None
+        return parse_json(stream.read(MAX_LOG_BYTES).decode("utf-8-sig"), str(path))
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

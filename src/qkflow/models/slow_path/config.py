@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from qkflow.config_io import Range, check_ranges
 from qkflow.errors import InputError, unknown
 from qkflow.models.slow_path.gate import Gate
 from qkflow.models.slow_path.pooling import check_ratio
@@ -28,9 +29,9 @@ class SlowPathConfig:
                  in blocks) and `dropout` are not inherited: they are off unless set here
     """
 
-    ratio: int = 8
-    n_layers: int = 2
-    hidden_dim: int | None = None
+    ratio: Annotated[int, Range(high=10**9)] = 8  # `check_ratio` has the least
+    n_layers: Annotated[int, Range(1, 10**4)] = 2
+    hidden_dim: Annotated[int, Range(1, 10**7)] | None = None
     gate: str = "scalar"
     gate_init: float = 0.0
     inject: str | list[int] = "once"
@@ -40,12 +41,7 @@ class SlowPathConfig:
     def __post_init__(self) -> None:
         check_ratio(self.ratio)
         Gate.check(self.gate, self.gate_init)
-        for name in ("n_layers", "hidden_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(
-                    f"model.slow.{name} must be at least 1, not {value}", code="option-not-positive"
-                )
+        check_ranges(self, "model.slow")
         if self.output_init not in get_args(OutputInit):
             raise unknown(
                 "model.slow.output_init", self.output_init, get_args(OutputInit), code="unknown-output-init"

@@ -16,7 +16,6 @@ All map (..., N, N) to (..., N) in float64 and are differentiable.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qkflow.errors import InputError, join_limited, unknown
+from qkflow.plain_data import read_json, read_text
 
 COLUMN_TOLERANCE = 1e-9  # relative to the largest rate; accepts files written with 10 digits
 MAX_CONDITION = torch.finfo(torch.float64).eps ** -0.5  # beyond it, a solve loses more than half the digits
@@ -62,12 +62,12 @@ def load_generator(path: str | Path) -> Tensor:
 
 
 def _read_csv(path: Path) -> object:
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    lines = read_text(path).splitlines()
     return [[float(cell) for cell in line.split(",")] for line in lines if line.strip()]
 
 
 def _read_json(path: Path) -> object:
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = read_json(path)
     if isinstance(value, dict) and "generator" not in value:
         raise ValueError("an object needs the key 'generator'")
     return value["generator"] if isinstance(value, dict) else value

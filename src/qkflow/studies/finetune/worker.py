@@ -10,8 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-import yaml
-
+from qkflow.plain_data import read_yaml
 from qkflow.studies.finetune.config import FinetuneRunConfig
 from qkflow.studies.finetune.run import finetune_and_score
 from qkflow.studies.pace.worker import exit_on_signal
@@ -23,7 +22,7 @@ from qkflow.training.worker import configure_process, exit_code_of
 def main(folder: Path) -> int:
     def finetune() -> int:
         configure_process(threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
-        config = yaml.safe_load((folder / RUN_CONFIG_FILE).read_text("utf-8"))
+        config = read_yaml(folder / RUN_CONFIG_FILE)
         try:
             finetune_and_score(folder, FinetuneRunConfig.from_dict(config))
         except NonFiniteError as error:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from qkflow.config_io import Range, check_ranges
 from qkflow.errors import InputError
 from qkflow.studies.hardware.devices import Device, get_device
 from qkflow.studies.hardware.memory import DEVICES_PER_NODE, Layout, Parallelism
+
+Devices = Annotated[int, Range(high=10**7, cost="no cluster has as many devices")]
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,19 @@ class HardwareConfig:
     """
 
     hardware: str = "a100"
-    world_size: int = 1
-    devices: int | None = None
+    world_size: Devices = 1
+    devices: Devices | None = None
     parallel: Parallelism = "ddp"
-    devices_per_node: int = DEVICES_PER_NODE
+    devices_per_node: Devices = DEVICES_PER_NODE
     utilization: float | None = None
-    network: float = 400.0
-    usd_per_hour: float | None = None
+    network: Annotated[float, Range(high=1e9)] = 400.0
+    usd_per_hour: Annotated[float, Range(high=1e9)] | None = None
     activation_checkpointing: bool = False
-    noise: float | None = None
+    noise: Annotated[float, Range(high=1e6)] | None = None
 
     def check(self) -> None:
         """Raise InputError for values that no hardware has."""
+        check_ranges(self, "")
         self.layout()
         for name in ("utilization", "network", "usd_per_hour", "noise"):
             value = getattr(self, name)

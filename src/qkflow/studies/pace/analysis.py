@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.config_io import dataclass_from_dict
 from qkflow.studies.pace.config import BASELINE_RATIO, PaceStudyConfig
-from qkflow.studies.pace.recipes import PUBLISHED_RESULTS, Recipe, get_recipe
+from qkflow.studies.pace.plan import PacePlan
+from qkflow.studies.pace.recipes import PUBLISHED_RESULTS, get_recipe
 from qkflow.studies.pace.results import (
     ATTRIBUTION_METHODS,
     AttributionContrasts,
@@ -31,10 +31,11 @@ from qkflow.studies.pace.results import (
 )
 from qkflow.studies.results import CorrectedDifference
 from qkflow.studies.results import Verdict as LossVerdict
-from qkflow.studies.runner.study_dir import StudyDir
+from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
 from qkflow.studies.sentences import format_p_value
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, paired_difference
 from qkflow.studies.verdicts import correct_family, decide_verdict
+from qkflow.training.run_dir import RESULT_FILE
 
 ResultsBySeed = Mapping[int, RunResult]
 
@@ -57,8 +58,8 @@ MEASURES = {
         "comprehensiveness of attention over random",
         lambda run: run.aopc("comprehensiveness", "attention") - run.aopc("comprehensiveness", "random"),
     ),
-    "qk_scale": Measure("query-key scale ‖W_QK‖", lambda run: run.circuits["qk_scale"]),
-    "ov_scale": Measure("output-value scale ‖W_OV‖", lambda run: run.circuits["ov_scale"]),
+    "qk_scale": Measure("query-key scale ‖W_QK‖", lambda run: run.circuits.get("qk_scale")),
+    "ov_scale": Measure("output-value scale ‖W_OV‖", lambda run: run.circuits.get("ov_scale")),
     "loss": Measure("test loss", lambda run: run.loss),
 }
 SENTENCE_MEASURES = ("mass", "confidence", "comprehensiveness", "attention_over_random", "performance")
@@ -80,18 +81,17 @@ MIN_GAIN_OVER_MAJORITY = 0.03  # accuracy; a baseline below it has learned littl
 
 def analyze(study_dir: StudyDir, study: dict[str, Any]) -> PaceSummary:
     """Return the summary of the finished runs. `study` is the content of study.yaml."""
-    config = PaceStudyConfig.from_dict(study["config"])
-    facts = dataclass_from_dict(StudyFacts, study["facts"], "facts")
-    ratios = list(study["arms"])
+    plan = PacePlan.from_dict(study, study_dir.path / STUDY_FILE)
+    config, facts, ratios = plan.config, plan.facts, list(plan.arms)
     baseline = BASELINE_RATIO if BASELINE_RATIO in ratios else ratios[0]
-    results = _load_results(study_dir, study)
+    results = _load_results(study_dir, plan)
     rows = _summarize_ratios(ratios, results, baseline, config.confidence)
     n_finished = sum(len(by_seed) for by_seed in results.values())
-    counts = RunCounts(len(study["runs"]), n_finished, _failed_runs(study_dir, study))
+    counts = RunCounts(len(plan.runs), n_finished, _failed_runs(study_dir, plan))
     return PaceSummary(
         config=config,
-        command=study["command"],
-        recipe=Recipe.from_dict(study["recipe"]),
+        command=plan.command,
+        recipe=plan.recipe,
         facts=facts,
         baseline=baseline,
         rows=rows,
@@ -102,28 +102,30 @@ def analyze(study_dir: StudyDir, study: dict[str, Any]) -> PaceSummary:
         ],
         published=PUBLISHED_RESULTS.get(config.task),
         runs=counts,
-        curves=_metric_curves(study_dir, study),
+        curves=_metric_curves(study_dir, plan),
         environment=_first_environment(results),
         headline=_headline(config, rows),
         notes=_notes(config, facts, rows, baseline, counts),
     )
 
 
-def _load_results(study_dir: StudyDir, study: dict[str, Any]) -> dict[str, dict[int, RunResult]]:
+def _load_results(study_dir: StudyDir, plan: PacePlan) -> dict[str, dict[int, RunResult]]:
     """Return the finished results by ratio and seed."""
     results: dict[str, dict[int, RunResult]] = {}
-    for run in study["runs"]:
-        result = study_dir.run_dir(run["id"]).result()
+    for run in plan.runs:
+        run_dir = study_dir.run_dir(run.id)
+        result = run_dir.result()
         if result and result.get("status") == "finished":
-            results.setdefault(run["cell"].removeprefix("r="), {})[run["seed"]] = RunResult.from_dict(result)
+            by_seed = results.setdefault(run.cell.removeprefix("r="), {})
+            by_seed[run.seed] = RunResult.from_dict(result, run_dir.path / RESULT_FILE)
     return results
 
 
-def _failed_runs(study_dir: StudyDir, study: dict[str, Any]) -> list[FailedRun]:
+def _failed_runs(study_dir: StudyDir, plan: PacePlan) -> list[FailedRun]:
     return [
-        FailedRun(run["cell"], run["seed"], result.get("error"))
-        for run in study["runs"]
-        if (result := study_dir.run_dir(run["id"]).result()) and result.get("status") == "failed"
+        FailedRun(run.cell, run.seed, result.get("error"))
+        for run in plan.runs
+        if (result := study_dir.run_dir(run.id).result()) and result.get("status") == "failed"
     ]
 
 
@@ -179,6 +181,7 @@ def _summarize_ratio(
 ) -> RatioSummary:
     runs = list(results.values())
     heatmaps = [run.heatmap for run in runs if run.heatmap]
+    heatmaps = [each for each in heatmaps if np.shape(each) == np.shape(heatmaps[0])]
     deletions = {
         method: {
             name: fmean(run.aopc(name, method) for run in runs)
@@ -272,12 +275,12 @@ def _notes(
     return notes
 
 
-def _metric_curves(study_dir: StudyDir, study: dict[str, Any]) -> dict[str, dict[str, list[CurvePoint]]]:
+def _metric_curves(study_dir: StudyDir, plan: PacePlan) -> dict[str, dict[str, list[CurvePoint]]]:
     """Return ratio → metric → points of the evaluations during training."""
     by_ratio: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for run in study["runs"]:
-        metrics = by_ratio.setdefault(run["cell"].removeprefix("r="), {})
-        for row in study_dir.run_dir(run["id"]).metrics().get("eval", []):
+    for run in plan.runs:
+        metrics = by_ratio.setdefault(run.cell.removeprefix("r="), {})
+        for row in study_dir.run_dir(run.id).metrics().get("eval", []):
             for name, value in row.items():
                 if isinstance(value, float):
                     metrics.setdefault(name, {}).setdefault(row["step"], []).append(value)

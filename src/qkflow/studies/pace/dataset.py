@@ -16,6 +16,7 @@ from qkflow.data.tasks.examples import Example, Span, TaskDataset, is_hub_source
 from qkflow.data.tokenizer import bpe_vocab_size, train_bpe
 from qkflow.errors import InputError
 from qkflow.files import write_atomic
+from qkflow.plain_data import MAX_LOG_BYTES, read_json
 from qkflow.studies.pace.config import GENERATED_SOURCE
 from qkflow.studies.pace.recipes import Recipe
 
@@ -104,7 +105,7 @@ def save_task_data(data: TaskData, folder: Path) -> str:
 
 
 def load_task_data(path: Path) -> TaskData:
-    values = json.loads(path.read_text("utf-8"))
+    values = read_json(path, MAX_LOG_BYTES)
     for name in ("train", "test"):
         values[name] = [_from_row(row) for row in values[name]]
     return TaskData(**values)

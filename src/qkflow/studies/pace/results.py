@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from qkflow.config_io import dataclass_from_dict
+from qkflow.errors import InputError
+from qkflow.plain_data import is_number
 from qkflow.studies.pace.config import PaceStudyConfig
 from qkflow.studies.pace.recipes import Recipe
 from qkflow.studies.results import CorrectedDifference
@@ -46,10 +49,32 @@ class RunResult:
         return {"status": "finished", "error": None, **plain.pop("circuits"), **plain}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunResult:
+    def from_dict(cls, values: Mapping[str, Any], source: Path | str = "result") -> RunResult:
+        """Build a result from the content of result.json; errors name `source`, key and value."""
         names = {field.name for field in fields(cls)} - {"circuits"}
-        circuits = {k: v for k, v in values.items() if k.startswith(("qk_", "ov_"))}
-        return cls(circuits=circuits, **{name: values[name] for name in names})
+        circuits = {k: v for k, v in values.items() if k.startswith(("qk_", "ov_")) and is_number(v)}
+        known = {name: values[name] for name in names & values.keys()}
+        try:
+            result = dataclass_from_dict(cls, {**known, "circuits": circuits}, "result")
+            result._check()
+        except InputError as error:
+            raise InputError(
+                f"{source}: {error}; remove the file to train the run again", code="corrupt-result"
+            ) from None
+        return result
+
+    def _check(self) -> None:
+        """Raise InputError unless every attribution method has its measures."""
+        for method in ATTRIBUTION_METHODS:
+            for name in ("comprehensiveness", "sufficiency"):
+                measured = self.faithfulness.get(method, {})
+                by_k = measured.get(name)
+                if not is_number(measured.get(f"aopc_{name}")):
+                    raise InputError(f"faithfulness.{method}.aopc_{name} is not a number", code="wrong-type")
+                if not isinstance(by_k, dict) or not by_k or not all(map(is_number, by_k.values())):
+                    raise InputError(f"faithfulness.{method}.{name} is not by k", code="wrong-type")
+        if self.heatmap is not None and len({len(row) for row in self.heatmap}) > 1:
+            raise InputError("heatmap has rows of different lengths", code="wrong-type")
 
     def aopc(self, name: str, method: str) -> float:
         """Return the comprehensiveness or sufficiency of an attribution method, mean over all k."""

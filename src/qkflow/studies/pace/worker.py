@@ -12,8 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-import yaml
-
+from qkflow.plain_data import read_yaml
 from qkflow.studies.pace import run
 from qkflow.studies.pace.config import PaceRunConfig
 from qkflow.training.run_dir import EXIT_FINISHED, EXIT_INTERRUPTED, RUN_CONFIG_FILE
@@ -23,7 +22,7 @@ from qkflow.training.worker import configure_process, exit_code_of
 def main(folder: Path) -> int:
     def train_and_measure() -> int:
         configure_process(threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
-        config = yaml.safe_load((folder / RUN_CONFIG_FILE).read_text("utf-8"))
+        config = read_yaml(folder / RUN_CONFIG_FILE)
         run.train_and_measure(folder, PaceRunConfig.from_dict(config))
         return EXIT_FINISHED
 

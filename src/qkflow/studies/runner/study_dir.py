@@ -23,14 +23,16 @@ from typing import Any
 import yaml
 
 from qkflow.errors import InputError
-from qkflow.files import write_atomic
+from qkflow.files import check_file_name, write_atomic
 from qkflow.locks import lock_folder
+from qkflow.plain_data import open_regular, read_yaml
 from qkflow.training.metrics_log import read_rows_by_kind
 from qkflow.training.run_dir import (
     METRICS_FILE,
     MODEL_DIR,
     RESULT_FILE,
     RUN_CONFIG_FILE,
+    check_result,
     read_result,
     write_failure,
 )
@@ -52,7 +54,9 @@ class RunDir:
             )
 
     def result(self) -> dict[str, Any] | None:
-        return read_result(self.path)
+        """Return the content of result.json; None if it is missing or damaged."""
+        result = read_result(self.path)
+        return None if result is None else check_result(result, self.path / RESULT_FILE)
 
     @property
     def is_finished(self) -> bool:
@@ -79,10 +83,10 @@ class RunDir:
     def last_log_line(self) -> str:
         """Return the last line of log.txt, which usually explains a failure."""
         try:
-            with open(self.path / LOG_FILE, "rb") as file:
+            with open_regular(self.path / LOG_FILE) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
                 lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
+        except (OSError, InputError):
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -94,25 +98,16 @@ class StudyDir:
     path: Path
 
     def run_dir(self, run_id: str) -> RunDir:
-        return RunDir(self.path / "runs" / run_id)
+        return RunDir(self.path / "runs" / check_file_name(f"{self.path / STUDY_FILE}: the run id", run_id))
 
     def load(self) -> dict[str, Any]:
         """Read `study.yaml`: of a comparison, or of a pace study."""
         try:
-            text = (self.path / STUDY_FILE).read_text(encoding="utf-8")
+            study = read_yaml(self.path / STUDY_FILE, code="corrupt-study")
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(
                 f"{self.path} has no {STUDY_FILE}: use the folder that `qkflow compare` wrote",
                 code="not-a-study",
-            ) from None
-        except UnicodeDecodeError:
-            raise InputError(f"{self.path / STUDY_FILE} is not a text file", code="corrupt-study") from None
-        try:
-            study = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            reason = " ".join(str(error).split())
-            raise InputError(
-                f"{self.path / STUDY_FILE} is not valid YAML ({reason})", code="corrupt-study"
             ) from None
         kinds = {"config": dict, "arms": list, "runs": list}
         if not isinstance(study, dict) or any(not isinstance(study.get(k), kinds[k]) for k in kinds):

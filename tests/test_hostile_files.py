@@ -1,0 +1,177 @@
+"""Files from strangers: nothing is unpickled, no header is believed, no name leaves its folder."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from explored import save_small_model
+from input_errors import raises_code
+from made_study import FINAL, write_study
+from qkflow import hf
+from qkflow.errors import InputError
+from qkflow.studies import load_comparison, save_record
+from qkflow.studies.config import ComparisonConfig
+from qkflow.training.pretrained import load_model
+
+
+class Bomb:
+    """Writes a file if it is ever unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.target,))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, an adapter with its base model, and a study."""
+    from families import tiny
+
+    folder = tmp_path_factory.mktemp("made")
+    save_small_model(folder / "run")
+    llama = tiny("llama")
+    llama.save_pretrained(folder / "llama")
+    hf.save_adapter(hf.attach(llama, "euler"), folder / "adapter")
+    config = ComparisonConfig(variants=("euler",), controls=(), tokens=4096, inits=("gpt2",), seeds=3)
+    write_study(folder / "study", config, FINAL, points=2, layers=1)
+    return folder
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def load_weights(folder: Path) -> None:
+    load_model(folder / "run")
+
+
+def load_llama(folder: Path) -> None:
+    hf.load_model_and_tokenizer(folder / "llama")
+
+
+def load_adapter(folder: Path) -> None:
+    from families import tiny
+
+    hf.load_adapter(tiny("llama"), folder / "adapter")
+
+
+WEIGHTS = {
+    load_weights: "run/model/model.safetensors",
+    load_llama: "llama/model.safetensors",
+    load_adapter: "adapter/coupling.safetensors",
+}
+loaders = pytest.mark.parametrize("load", WEIGHTS, ids=lambda load: load.__name__)
+
+
+@loaders
+def test_pickles_are_refused(copy: Path, load: Callable[[Path], None]) -> None:
+    weights = copy / WEIGHTS[load]
+    weights.write_bytes(pickle.dumps(Bomb(copy / "unpickled")))
+    with pytest.raises(InputError):
+        load(copy)
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(InputError):
+        load(copy)
+    assert not (copy / "unpickled").exists()
+
+
+def lie(path: Path, change: Callable[[dict[str, Any], str], None]) -> None:
+    """Change the header of a safetensors file, and leave its data."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    change(header, next(name for name in header if name != "__metadata__"))
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + content[8 + length :])
+
+
+LIES: dict[str, Callable[[dict[str, Any], str], None]] = {
+    "shape": lambda header, name: header[name].update(shape=[2**40, 2**40]),
+    "negative shape": lambda header, name: header[name].update(shape=[-1]),
+    "offsets": lambda header, name: header[name].update(data_offsets=[0, 2**62]),
+    "type": lambda header, name: header[name].update(dtype="F64"),
+    "unknown type": lambda header, name: header[name].update(dtype="X"),
+    "name": lambda header, name: header.update({"../../x": header.pop(name)}),
+}
+
+
+@loaders
+@pytest.mark.parametrize("kind", LIES)
+def test_headers_that_lie(copy: Path, load: Callable[[Path], None], kind: str) -> None:
+    lie(copy / WEIGHTS[load], LIES[kind])
+    with pytest.raises(InputError):
+        load(copy)
+
+
+@loaders
+def test_length_of_the_header_and_nan(copy: Path, load: Callable[[Path], None]) -> None:
+    path = copy / WEIGHTS[load]
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    data = struct.pack("<f", float("nan")) * ((len(content) - 8 - length) // 4)
+    for hostile in (struct.pack("<Q", 2**63) + content[8:], content[: 8 + length] + data):
+        path.write_bytes(hostile)
+        with pytest.raises(InputError):
+            load(copy)
+
+
+def test_weight_files_stay_in_their_folder(copy: Path) -> None:
+    (copy / "outside.safetensors").write_bytes((copy / "llama" / "model.safetensors").read_bytes())
+    (copy / "llama" / "model.safetensors").rename(copy / "llama" / "part.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (copy / "llama" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with raises_code("unsafe-name"):
+        load_llama(copy)
+
+
+@pytest.mark.parametrize("run_id", ["../../outside", "..", "/etc", "a/b", "", "x" * 300, "a\0b"])
+def test_run_ids_stay_in_their_study(copy: Path, run_id: str) -> None:
+    outside = copy / "outside"
+    outside.mkdir()
+    (outside / "result.json").write_text('{"status": "finished", "loss": 1.0}')
+    path = copy / "study" / "study.yaml"
+    study = yaml.safe_load(path.read_text())
+    study["runs"][0]["id"] = run_id
+    path.write_text(yaml.safe_dump(study))
+    with raises_code("unsafe-name"):
+        load_comparison(copy / "study")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss", "low"), ("seconds", [1]), ("parameters", 10**40), ("status", 7), ("environment", [])],
+)
+def test_damaged_result_is_one_sentence(copy: Path, key: str, value: Any) -> None:
+    run = sorted((copy / "study" / "runs").iterdir())[0]
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, key: value}))
+    with raises_code("corrupt-result") as caught:
+        load_comparison(copy / "study")
+    assert f"{run / 'result.json'}: '{key}'" in str(caught.value)
+
+
+def test_nan_in_a_study_never_reaches_its_outputs(copy: Path) -> None:
+    for run in (copy / "study" / "runs").iterdir():
+        for name in ("metrics.jsonl", "result.json"):
+            text = (run / name).read_text()
+            (run / name).write_text(
+                text.replace('"seconds": ', '"seconds": NaN, "x": ').replace("0.11", "Infinity")
+            )
+    save_record(copy / "study", copy / "record.json")
+    for source in (copy / "study", copy / "record.json"):
+        summary = load_comparison(source).summary
+        json.dumps(summary.to_dict(), allow_nan=False)
+        assert summary.reference is not None
+        assert summary.reference.loss is not None
