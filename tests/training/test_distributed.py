@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,14 @@ def assert_equal_curves(folder: Path, reference: Path, rel: float = 1e-5) -> Non
 
 
 def test_grad_norms_and_losses_match_one_process(make_folder: MakeFolder) -> None:
-    modes = ("ddp", "fsdp", "hsdp")
+    modes = {1: ("ddp", "fsdp"), 2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
     one = make_folder("one")
     folders = {
-        (mode, n): make_folder(f"{mode}-{n}", shard_degree=2 if n == 4 else None)
-        for mode in modes
-        for n in (1, 2, 4)
+        n: [make_folder(f"{mode}-{n}", parallel=mode, shard_degree=2) for mode in modes[n]] for n in modes
     }
     assert worker.main([str(one)]) == 0
-    assert_all_finish(
-        *(job(n, *((folders[mode, n], {"parallel": mode}) for mode in modes)) for n in (1, 2, 4))
-    )
-    for folder in folders.values():
+    assert_all_finish(*(job(n, *((folder, {}) for folder in folders[n])) for n in modes))
+    for folder in chain.from_iterable(folders.values()):
         assert_equal_curves(folder, one)
 
 
@@ -125,7 +122,7 @@ def test_compute_options_match_one_process(make_folder: MakeFolder) -> None:
     }
     fold = make_folder("fold-ddp", drift, steps=4)
     fsdp = make_folder("compiled-fsdp", coupled, steps=4, **compiled)
-    low = make_folder("bf16-fsdp", coupled, steps=4, precision="bf16", **rounded, **compiled)
+    low = make_folder("bf16-fsdp", coupled, steps=4, precision="bf16", **rounded)
     for folder in references.values():
         assert worker.main([str(folder)]) == 0
     modes = ((fold, "ddp"), (fsdp, "fsdp"), (low, "fsdp"))
@@ -157,16 +154,17 @@ def test_resume_at_another_world_size(make_folder: MakeFolder) -> None:
         assert_equal_curves(folder, one)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_killed_rank_ends_the_job(make_folder: MakeFolder, parallel: str) -> None:
-    folder = make_folder("killed", steps=1000, save_every=2)
-    results, stderr = launch(job(2, (folder, {"parallel": parallel, "kill": 5})))
-    assert results == [{"failed_rank": 1, "signal": "SIGKILL"}]
+def test_killed_rank_ends_the_job(make_folder: MakeFolder) -> None:
+    folders = {mode: make_folder(mode, steps=1000, save_every=2) for mode in ("ddp", "fsdp")}
+    jobs = [job(2, (folder, {"parallel": mode, "kill": 5})) for mode, folder in folders.items()]
+    results, stderr = launch(*jobs)
+    assert results == [{"failed_rank": 1, "signal": "SIGKILL"}] * 2
     lines = [line for line in stderr.splitlines() if line.startswith("qkflow: ")]
-    assert len(lines) == 1
-    assert "rank 0 lost" in lines[0]
-    assert not (folder / "result.json").exists()  # the run can be resumed
-    assert (folder / "checkpoints" / "step-00000004").is_dir()
+    assert len(lines) == 2
+    assert all("rank 0 lost" in line for line in lines)
+    for folder in folders.values():
+        assert not (folder / "result.json").exists()  # the run can be resumed
+        assert (folder / "checkpoints" / "step-00000004").is_dir()
 
 
 def test_torchrun_restarts_a_killed_run(make_folder: MakeFolder) -> None:
