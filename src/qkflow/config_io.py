@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from qkflow.errors import InputError, unknown
-from qkflow.plain_data import shorten
+from qkflow.errors import InputError, shorten, unknown
 
 ConfigT = TypeVar("ConfigT")
 TYPE_DESCRIPTIONS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class InputError(ValueError):
@@ -40,6 +41,12 @@ def printable(text: str, limit: int = 2000) -> str:
         each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode("ascii")
         for each in text
     )
+
+
+def shorten(value: Any, limit: int = 60) -> str:
+    """Return `repr(value)` for a message, shortened."""
+    text = repr(value) if not isinstance(value, dict | list) else f"a {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def unknown(kind: str, name: str, known: Iterable[str], *, code: str | None = None) -> InputError:

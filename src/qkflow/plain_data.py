@@ -1,7 +1,7 @@
 """Read YAML, JSON and JSON Lines that others may have written: the only way such a file enters the program.
 
 Every reader refuses what is not a regular file, what is too large, and what is nested too deeply, before it
-costs time or memory. Values are plain: dicts with text keys, lists, text, finite numbers, booleans, None. A
+costs time or memory. Values are plain: dicts with text keys, lists, text, numbers, booleans, None. A
 missing file raises `FileNotFoundError` or `NotADirectoryError`, so that callers can tell what they expected;
 everything else is an `InputError` that names the file.
 """
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import yaml
 
-from qkflow.errors import InputError
+from qkflow.errors import InputError, shorten
 
 MAX_BYTES = 64 << 20  # of a JSON file
 MAX_YAML_BYTES = 4 << 20  # of a YAML file: a study of 10,000 runs has 2 MB
@@ -82,7 +82,7 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES, *, code: str = "inva
 
 
 def read_yaml(path: str | Path, *, code: str = "invalid-yaml", text_code: str | None = None) -> Any:
-    """Return the values of a YAML file: the types of JSON only. NaN and infinities are refused."""
+    """Return the values of a YAML file: the types of JSON only. `dataclass_from_dict` refuses NaN, by key."""
     return parse_yaml(read_text(path, MAX_YAML_BYTES, code=text_code or code), str(path), code=code)
 
 
@@ -128,12 +128,6 @@ def is_number(value: Any, *, or_none: bool = False) -> bool:
     if value is None:
         return or_none
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
-
-
-def shorten(value: Any, limit: int = 60) -> str:
-    """Return `repr(value)` for a message, shortened."""
-    text = repr(value) if not isinstance(value, dict | list) else f"a {type(value).__name__}"
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def _reason(error: BaseException) -> str:
@@ -216,14 +210,6 @@ class _PlainLoader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"the key {shorten(key)} is not text")
         return {key if isinstance(key, str) else str(key): value for key, value in mapping.items()}
 
-    def construct_finite_float(self, node: Any) -> float:
-        number = self.construct_yaml_float(node)
-        if not math.isfinite(number):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{node.value} is not a finite number", node.start_mark
-            )
-        return number
-
     def construct_int(self, node: Any) -> int:
         if len(node.value) > 3 * _INT_DIGITS:
             raise yaml.constructor.ConstructorError(
@@ -240,7 +226,7 @@ _PlainLoader.yaml_constructors = {
     f"{_TAG}null": yaml.SafeLoader.construct_yaml_null,
     f"{_TAG}bool": yaml.SafeLoader.construct_yaml_bool,
     f"{_TAG}int": _PlainLoader.construct_int,
-    f"{_TAG}float": _PlainLoader.construct_finite_float,
+    f"{_TAG}float": yaml.SafeLoader.construct_yaml_float,
     f"{_TAG}str": yaml.SafeLoader.construct_yaml_str,
     f"{_TAG}seq": yaml.SafeLoader.construct_yaml_seq,
     f"{_TAG}map": yaml.SafeLoader.construct_yaml_map,

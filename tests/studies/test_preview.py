@@ -149,7 +149,7 @@ def test_adaptive_seeds_and_power_on_the_command_line(capsys: pytest.CaptureFixt
         ),
         ({"max_seeds": 2}, "invalid-max-seeds"),
         ({"seeds": "1e3"}, "invalid-seeds"),
-        ({"margin": float("nan")}, "invalid-margin"),
+        ({"margin": float("nan")}, "not-finite"),
     ],
 )
 def test_studies_that_cannot_run_are_refused(settings: dict[str, Any], code: str) -> None:

@@ -25,7 +25,13 @@ from typing import IO, Any
 from qkflow.data import splits, synthetic
 from qkflow.data.cache import file_stamps
 from qkflow.data.readers import hf_datasets
-from qkflow.data.readers.files import READER_VERSION, ReadProgress, SourceFile, detect_format
+from qkflow.data.readers.files import (
+    READER_VERSION,
+    ReadProgress,
+    SourceFile,
+    check_not_binary,
+    detect_format,
+)
 from qkflow.errors import InputError, join_limited, unknown
 from qkflow.files import expand_user
 
@@ -96,6 +102,7 @@ class FileCorpus(Corpus):
         for file in self.files:
             digest = hashlib.sha256()
             with open(file.path, "rb") as stream:
+                check_not_binary(file, stream.peek(8192))  # before gigabytes are read
                 while chunk := stream.read(1 << 20):
                     digest.update(chunk)
                     progress.advance(len(chunk))

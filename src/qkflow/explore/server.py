@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from qkflow.explore.base import ExplorableModel
 from qkflow.explore.capture import Capture
 from qkflow.explore.models import SAMPLE, check_same_tokens
 from qkflow.explore.rationale import explain
+from qkflow.plain_data import load_json
 
 STATIC = Path(__file__).with_name("static")
 KEPT_CAPTURES = 4
@@ -219,8 +219,8 @@ def _parse_body(kind: type[Body], content: bytes, content_type: str) -> Body:
     if content_type.partition(";")[0].strip() != "application/json":
         raise InputError("a request body must be application/json", code="not-json")
     try:
-        values = json.loads(content)
-    except ValueError:
+        values = load_json(content.decode())
+    except (ValueError, RecursionError):
         raise InputError("the request body is not JSON", code="not-json") from None
     if not isinstance(values, dict):
         raise InputError("the request body must be a JSON object", code="not-json")

@@ -185,7 +185,14 @@ def load_transformers(
     _check_loaded_weights(source, model, loading_info)
     pretrained.check_finite_weights(f"'{source}'", model.named_parameters())
     hint = "add the tokenizer.json that it was trained with"
-    return model, _from_pretrained(AutoTokenizer, source, "for its tokenizer", hint)
+    tokenizer = _from_pretrained(AutoTokenizer, source, "for its tokenizer", hint)
+    try:
+        tokenizer.encode("")  # fails with values of a tokenizer_config.json that are of the wrong type
+    except Exception as error:  # transformers does not check them
+        raise InputError(
+            f"the tokenizer of '{source}' fails ({error}): {hint}", code="model-not-loadable"
+        ) from error
+    return model, tokenizer
 
 
 def _from_pretrained(auto_class: Any, source: str, purpose: str, hint: str, **options: Any) -> Any:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from qkflow.config_io import Range, Seed, check_mapping, check_ranges, dataclass_from_dict
-from qkflow.errors import InputError
-from qkflow.plain_data import shorten
+from qkflow.errors import InputError, shorten
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.runner.study_dir import STUDY_FILE, StudyDir
 from qkflow.training.config import DEFAULT_LR

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 from qkflow import files, locks
-from qkflow.errors import InputError
-from qkflow.plain_data import is_number, read_json, shorten
+from qkflow.errors import InputError, shorten
+from qkflow.plain_data import is_number, read_json
 from qkflow.training.distributed import DistContext
 
 RUN_CONFIG_FILE = "config.yaml"

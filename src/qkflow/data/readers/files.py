@@ -129,11 +129,7 @@ class SourceFile:
                 rows = tables.jsonl_rows(stream, self.path)
                 yield from documents.join_wikitext_articles(tables.row_texts(rows, column, self.path))
                 return
-            if b"\0" in stream.peek(8192)[:8192]:
-                raise InputError(
-                    f"{self.path} is a binary file: convert it to UTF-8 text, JSONL, CSV, TSV or Parquet",
-                    code="binary-file",
-                )
+            _refuse_binary(self.path, stream.peek(8192))
             text = as_text(stream)
             if self.file_format in ("csv", "tsv"):
                 yield from tables.csv_texts(text, self.path, column, tab_separated=self.file_format == "tsv")
@@ -142,3 +138,20 @@ class SourceFile:
                 yield from documents.split_documents(
                     text.read, n_bytes, unit=column, single_document=self.single_document
                 )
+
+
+def check_not_binary(file: SourceFile, start: bytes) -> None:
+    """Raise InputError if a file of text, whose first bytes are `start`, is none."""
+    is_text = file.file_format != "parquet" and file.path.suffix.lower() not in _OPEN_COMPRESSED
+    if is_text and file.file_format != "jsonl":
+        _refuse_binary(file.path, start)
+    elif is_text and start.startswith(b"\0"):
+        raise InputError(f"{file.path} line 1 is not JSON: it begins with NUL", code="invalid-json")
+
+
+def _refuse_binary(path: Path, start: bytes) -> None:
+    if b"\0" in start[:8192]:
+        raise InputError(
+            f"{path} is a binary file: convert it to UTF-8 text, JSONL, CSV, TSV or Parquet",
+            code="binary-file",
+        )

@@ -29,7 +29,7 @@ class SlowPathConfig:
                  in blocks) and `dropout` are not inherited: they are off unless set here
     """
 
-    ratio: Annotated[int, Range(high=10**9)] = 8  # `check_ratio` has the least
+    ratio: Annotated[int, Range(high=10**9)] = 8
     n_layers: Annotated[int, Range(1, 10**4)] = 2
     hidden_dim: Annotated[int, Range(1, 10**7)] | None = None
     gate: str = "scalar"
