@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -200,11 +201,13 @@ def test_bench_counts_are_positive(refused: Refused, flag: str) -> None:
 
 
 def test_operating_system_errors_have_a_code(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(argv: list[str]) -> int:
-        raise OSError(28, "No space left on device", "out/file")
+    for number, code in ((errno.ENOSPC, "disk-full"), (errno.EIO, "os-error")):
 
-    monkeypatch.setattr(main, "dispatch", fail)
-    assert "out/file" in refused("train", "out", code="os-error")
+        def fail(argv: list[str], number: int = number) -> int:
+            raise OSError(number, os.strerror(number), "out/file")
+
+        monkeypatch.setattr(main, "dispatch", fail)
+        assert "out/file" in refused("train", "out", code=code)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")

@@ -1,4 +1,4 @@
-"""Models of ours in TransformerLens; skipped where it is not installed."""
+"""qkflow models in TransformerLens; skipped where it is not installed."""
 
 from __future__ import annotations
 
