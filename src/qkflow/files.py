@@ -81,8 +81,13 @@ def expand_user(path: str | Path) -> Path:
 
 
 def home() -> Path:
-    """Return the home directory."""
-    return expand_user("~")
+    """Return the home directory. A container may run with a user id that has none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise InputError(
+            "this user has no home directory for the cache: set QKFLOW_CACHE to a folder", code="no-home"
+        ) from None
 
 
 def make_folder(folder: Path) -> None:

@@ -23,7 +23,7 @@ from qkflow.training import RunConfig, train, worker
 from qkflow.training.distributed import DistContext
 from qkflow.training.metrics_log import read_rows_by_kind
 from qkflow.training.muon import newton_schulz_dtype
-from qkflow.training.run_dir import lock_run_dir
+from qkflow.training.run_dir import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_LOCKED, lock_run_dir
 
 LAUNCHER = Path(__file__).with_name("launch_processes.py")
 CLIP = 0.05
@@ -196,7 +196,8 @@ def test_bad_input_ends_all_processes(make_folder: MakeFolder) -> None:
     runs = [(uneven, fsdp), (locked, fsdp), (missing, fsdp), (degree, {"parallel": "hsdp"})]
     with lock_run_dir(locked, DistContext(torch.device("cpu"))):
         results, stderr = launch(job(4, *runs, (stopped, {**fsdp, "stop": 3}), (other, fsdp)))
-    assert results == [{"codes": [[2] * 4] * 4 + [[75] * 4, [2] * 4]}]
+    codes = (EXIT_BAD_INPUT, EXIT_LOCKED, EXIT_BAD_INPUT, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BAD_INPUT)
+    assert results == [{"codes": [[code] * 4 for code in codes]}]
     for code in (
         *("batch-not-divisible", "folder-locked", "corpus-not-found", "shard-degree-not-divisor"),
         "checkpoint-of-another-config",
