@@ -48,7 +48,7 @@ class Attention(PreparableModule):
     n_heads, n_kv_heads  query heads, and key/value heads shared by groups of them (GQA; 1 = MQA)
     head_dim             default dim / n_heads
     coupling             e.g. "none", "drift", "euler", "leapfrog:n=7:conservative=true", "affine"
-    scoring              "softmax", "differential" or "differential_v2"
+    scoring              "softmax", "softmax_norm", "differential" or "differential_v2"
     circuit              "FAFO", or with a collapsed QK and/or OV circuit: "CAFO", "FACO", "CACO"
     qk_norm              RMSNorm of queries and keys, per head
     qk_norm_gain         "learned": the norms have weights; a number g: they have none, and scores are
