@@ -131,13 +131,14 @@ def test_options_of_couplings_are_documented() -> None:
     assert documented == registered
 
 
-def test_options_of_patterns_are_documented() -> None:
-    from qkflow.data.synthetic import SyntheticGenerator
+def test_options_of_synthetic_corpora_are_documented() -> None:
+    from qkflow.data.synthetic import GENERATORS
 
-    rows = dict(
-        re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", (ROOT / "docs" / "data.md").read_text("utf-8"), re.M)
-    )
-    assert rows == {field.name: str(field.default) for field in fields(SyntheticGenerator)}
+    page = (ROOT / "docs" / "data.md").read_text("utf-8")
+    for name, kind in GENERATORS.items():
+        section = page.partition(f"## Options of `{name}`")[2].partition("## ")[0]
+        rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", section, re.M))
+        assert rows == {field.name: str(field.default) for field in fields(kind)}
 
 
 def table_column(page: Path, header: str) -> set[str]:

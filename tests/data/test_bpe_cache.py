@@ -46,7 +46,7 @@ def test_split_at_spaces_changes_no_token(text: str, piece_chars: int) -> None:
 def test_cache_size_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    texts = list(synthetic.parse_options("documents=80,vocab_size=200").generate_documents())
+    texts = list(synthetic.parse_options("patterns", "documents=80,vocab_size=200").generate_documents())
     monkeypatch.setattr("qkflow.data.bpe_cache._MAX_WORDS", 300)
     cache = BPECache(BPE.backend_tokenizer, BPE.eos_token_id, BPE.dtype)
     found = [cache.encode(texts[start : start + 20]) for start in range(0, 80, 20)]

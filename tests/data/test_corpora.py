@@ -127,7 +127,7 @@ def test_folder_without_text_files(tmp_path: Path) -> None:
 
 def test_cache_keys_survive_renamed_options() -> None:
     """Stamps keep the option names of older versions, so that their caches stay valid."""
-    synthetic = corpora.SyntheticCorpus("patterns", parse_options("vocab_size=100,seed=3"))
+    synthetic = corpora.SyntheticCorpus("patterns", parse_options("patterns", "vocab_size=100,seed=3"))
     assert ("vocabulary", 100) in synthetic.stamp()
     hub = corpora.HubCorpus("hf:owner/name", parse_spec("owner/name:config:mb=5"))
     assert hub.stamp()[2:-1] == [

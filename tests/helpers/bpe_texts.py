@@ -18,7 +18,7 @@ HARD_TEXT = st.text(
 
 def train_small_bpe(vocab_size: int = 400) -> HuggingFaceTokenizer:
     texts = [
-        *synthetic.parse_options("documents=30,words=200").generate_documents(),
+        *synthetic.parse_options("patterns", "documents=30,words=200").generate_documents(),
         "don't  the the\n\n  the 12 12. <|endoftext|>  end" * 20,
     ]
     return train_bpe(iter(texts), vocab_size)

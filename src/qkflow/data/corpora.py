@@ -1,7 +1,7 @@
 """Corpora: find the documents behind a name.
 
-`resolve` turns a name into a `Corpus`: a built-in (`speeches`, `python`, `patterns`), a known dataset of the
-hub (`wikitext-103`, ...), a path, or `hf:...`.
+`resolve` turns a name into a `Corpus`: a built-in (`speeches`, `python`, `patterns`, `names`), a known
+dataset of the hub (`wikitext-103`, ...), a path, or `hf:...`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class FileCorpus(Corpus):
 @dataclass(frozen=True)
 class SyntheticCorpus(Corpus):
     name: str
-    generator: synthetic.SyntheticGenerator
+    generator: synthetic.Generator
     license: str = "CC0-1.0"
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class SyntheticCorpus(Corpus):
         return self.generator.documents * self.generator.words * synthetic.BYTES_PER_WORD
 
     def stamp(self) -> Any:
-        return ["patterns", synthetic.GENERATOR_VERSION, *self.generator.cache_key()]
+        return [self.generator.corpus, synthetic.GENERATOR_VERSION, *self.generator.cache_key()]
 
     def content_fingerprint(self, progress: ReadProgress) -> Any:
         return self.stamp()
@@ -201,6 +201,7 @@ CORPORA = {
     ),
     "python": CorpusInfo("the running Python's standard library, one document per module", "PSF-2.0"),
     "patterns": CorpusInfo("synthetic: Zipfian words, options for repetition and topics", "CC0-1.0", "1 MB"),
+    "names": CorpusInfo("synthetic: names that recur, to watch induction heads form", "CC0-1.0", "4 MB"),
     "wikitext-2": CorpusInfo(
         "Wikipedia articles", "CC BY-SA", "13 MB", "Salesforce/wikitext:wikitext-2-raw-v1"
     ),
@@ -226,8 +227,8 @@ def resolve(name: str) -> Corpus:
     if name.startswith("hf:"):
         return HubCorpus(name, hf_datasets.parse_spec(name[3:]))
     base, _, options = name.partition(":")
-    if base == "patterns":
-        return SyntheticCorpus(name, synthetic.parse_options(options))
+    if base in synthetic.GENERATORS:
+        return SyntheticCorpus(name, synthetic.parse_options(base, options))
     info = CORPORA.get(base)
     if info and info.hub_spec:
         hub_spec, _, column = info.hub_spec.partition("#")

@@ -1,18 +1,23 @@
-"""`patterns`: a synthetic corpus of known structure, to study when copying from the context helps.
+"""Synthetic corpora of known structure, to study when copying from the context helps.
 
-Words follow Zipf's law. Two options set what a model can gain beyond word frequencies: `repeat`, the share of
-words copied from earlier in the same document, and `topics`/`mixing`, how much documents differ from each
-other. Only `random.Random.random` and integers are used, so a seed gives the same text on every machine.
+patterns  Words follow Zipf's law. Two options set what a model can gain beyond word frequencies: `repeat`,
+          the share of words copied from earlier in the same document, and `topics`/`mixing`, how much
+          documents differ from each other.
+names     A document repeats a few names of two words in random order. The second word follows from the first
+          only by what the document said before, and the distance tells nothing: a small model has to learn
+          induction heads.
+
+Only `random.Random.random` and integers are used, so a seed gives the same text on every machine.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from random import Random
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 from qkflow.config_io import Count, Fraction, Range, Seed, check_ranges
 from qkflow.errors import InputError, unknown
@@ -26,8 +31,10 @@ _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "
 
 
 @dataclass(frozen=True)
-class SyntheticGenerator:
-    """The options of the corpus, as in `patterns:repeat=0.5,topics=4,seed=1`."""
+class PatternsGenerator:
+    """The options of `patterns`, as in `patterns:repeat=0.5,topics=4,seed=1`."""
+
+    corpus: ClassVar[str] = "patterns"
 
     repeat: Fraction = 0.3  # probability that the next span is copied from earlier in the document
     span: Count = 8  # mean length in words of a span, copied or new
@@ -40,14 +47,7 @@ class SyntheticGenerator:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        check_ranges(self, "patterns")
-        size = self.documents * self.words * BYTES_PER_WORD
-        if size > MAX_BYTES:
-            raise InputError(
-                f"patterns: documents={self.documents}, words={self.words} would be {size / 1e9:,.0f} GB of "
-                f"text: choose less than {MAX_BYTES / 1e9:g} GB",
-                code="corpus-too-large",
-            )
+        _check_options(self)
 
     def cache_key(self) -> list[tuple[str, Any]]:
         """Return the options under the names they had when `GENERATOR_VERSION` was last increased."""
@@ -81,25 +81,78 @@ class SyntheticGenerator:
         return word_for_rank(rank if rank < n_shared else rank + topic * (self.vocab_size - n_shared))
 
 
-def parse_options(options: str) -> SyntheticGenerator:
+@dataclass(frozen=True)
+class NamesGenerator:
+    """The options of `names`, as in `names:names=8,seed=1`."""
+
+    corpus: ClassVar[str] = "names"
+
+    names: Annotated[int, Range(2, 10**4)] = 5  # names of a document; no two share a word
+    vocab_size: VocabSize = 16
+    documents: Annotated[int, Range(2)] = 20_000
+    words: Annotated[int, Range(2)] = 64  # words per document
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+        if 2 * self.names > self.vocab_size:
+            raise InputError(
+                f"names: {self.names} names need {2 * self.names} words, more than vocab_size="
+                f"{self.vocab_size}",
+                code="vocab-too-small",
+            )
+
+    def cache_key(self) -> list[tuple[str, Any]]:
+        return list(vars(self).items())
+
+    def generate_documents(self) -> Iterator[str]:
+        for number in range(self.documents):
+            vocabulary = [word_for_rank(rank) for rank in range(self.vocab_size)]
+            rng = Random(f"{self.seed}/{number}")
+            for last in range(self.vocab_size - 1, 0, -1):  # Fisher-Yates
+                other = int(rng.random() * (last + 1))
+                vocabulary[last], vocabulary[other] = vocabulary[other], vocabulary[last]
+            names = [" ".join(vocabulary[i : i + 2]) for i in range(0, 2 * self.names, 2)]
+            chosen = [names[int(rng.random() * self.names)] for _ in range(-(-self.words // 2))]
+            yield " ".join(chosen) + "\n"
+
+
+Generator = PatternsGenerator | NamesGenerator
+GENERATORS: dict[str, type[Generator]] = {kind.corpus: kind for kind in (PatternsGenerator, NamesGenerator)}
+
+
+def _check_options(generator: Generator) -> None:
+    check_ranges(generator, generator.corpus)
+    size = generator.documents * generator.words * BYTES_PER_WORD
+    if size > MAX_BYTES:
+        raise InputError(
+            f"{generator.corpus}: documents={generator.documents}, words={generator.words} would be "
+            f"{size / 1e9:,.0f} GB of text: choose less than {MAX_BYTES / 1e9:g} GB",
+            code="corpus-too-large",
+        )
+
+
+def parse_options(corpus: str, options: str) -> Generator:
     """Parse `repeat=0.5,topics=4`. Options that are not given have their defaults."""
-    types = get_type_hints(SyntheticGenerator)
+    kind = GENERATORS[corpus]
+    hints = get_type_hints(kind)
+    types = {field.name: hints[field.name] for field in fields(kind)}
     values: dict[str, float] = {}
     for option in filter(None, options.split(",")):
         name, _, value = option.partition("=")
         if name in RENAMED_OPTIONS:
             raise InputError(
-                f"patterns: the option '{name}' is now '{RENAMED_OPTIONS[name]}'", code="renamed-option"
+                f"{corpus}: the option '{name}' is now '{RENAMED_OPTIONS[name]}'", code="renamed-option"
             )
         if name not in types:
-            raise unknown("option of patterns", name, types)
+            raise unknown(f"option of {corpus}", name, types)
         try:
             values[name] = types[name](value)
         except ValueError as error:
             raise InputError(
-                f"patterns: {name}='{value}' is not of type {types[name].__name__}", code="not-a-number"
+                f"{corpus}: {name}='{value}' is not of type {types[name].__name__}", code="not-a-number"
             ) from error
-    return SyntheticGenerator(**values)  # type: ignore[arg-type]
+    return kind(**values)  # type: ignore[arg-type]
 
 
 def word_for_rank(rank: int) -> str:

@@ -51,7 +51,7 @@ def test_local_local_copy_keeps_splits_and_is_prepared_once(local_copy: Path, tm
     tokens = prepare(f"hf:{local_copy}:small", "bytes")
     counts = tokens.describe()["splits"]
     assert [counts[split]["documents"] for split in ("train", "validation", "test")] == [12, 11, 10]
-    first = next(iter(synthetic.parse_options("documents=12,words=60").generate_documents()))
+    first = next(iter(synthetic.parse_options("patterns", "documents=12,words=60").generate_documents()))
     assert tokens.tokenizer.decode(tokens.tokens("train")[: tokens.document_offsets("train")[1]]) == first
     assert prepare(f"hf:{local_copy}:small", "bytes").folder == tokens.folder
     assert prepare(f"hf:{local_copy}:large", "bytes").fingerprint != tokens.fingerprint
