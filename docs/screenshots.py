@@ -1,7 +1,7 @@
 """Retake the screenshots of the documentation from a real study and a real model: `make screenshots`.
 
 Needs the Python package playwright and Chromium (`--chromium PATH`, default: the one on the PATH). The study
-and the model are trained in `runs/screenshots`, some minutes on two cores; a second call trains nothing.
+and the models are trained in `runs/screenshots`, some minutes on two cores; a second call trains nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,24 @@ STUDY = [
     *("--data", "speeches", "--baselines", "standard@fan_in", "--variants", "euler@fan_in,euler@modern"),
     *("--controls", "standard@modern", "--seeds", "3", "--tokens", "40k"),
 ]
-MODEL = ["--data", "speeches", "--tokens", "300k", "--init", "modern", "--coupling", "euler"]
-MODEL += ["--set", "train.optimizer=muon", "--lr", "1e-2"]
-TEXT = (
-    "The Congress shall act, and the Congress has acted. The people of the United States thank the Congress."
-)
+# The models of "Find an induction head" in docs/explorer.md.
+INITS = {"symmetric": "modern+symmetric=1", "standard": "modern"}
+MODEL = [
+    *("--data", "names", "--tokenizer", "bpe:300", "--seq-len", "64", "--batch-size", "32"),
+    *(
+        "--tokens",
+        "2M",
+        "--lr",
+        "0.02",
+        "--schedule",
+        "wsd",
+        "--set",
+        "model.n_layers=2",
+        "--set",
+        "model.dim=64",
+    ),
+    *("--set", "model.n_heads=2", "--set", "model.hidden_dim=64"),
+]
 
 
 @dataclass(frozen=True)
@@ -51,23 +64,34 @@ class Shot:
     width: int = 1200
     height: int = 800
     wait_ms: int = 2500
+    act: Callable[[Any], None] | None = None  # what a person does on the page first
 
 
 def qkflow(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "qkflow", *arguments], check=True)
 
 
-def train(study: Path, model: Path) -> None:
-    """Run the study and train the model of the explorer; what is finished is not repeated."""
+def train(study: Path, models: list[Path]) -> None:
+    """Run the study and train the models of the explorer; what is finished is not repeated."""
     qkflow("compare", *STUDY, "--out", str(study))
-    if not (model / "result.json").is_file():
-        qkflow("train", str(model), *MODEL)
+    for model in models:
+        if not (model / "result.json").is_file():
+            qkflow("train", str(model), *MODEL, "--init", INITS[model.name])
+
+
+def find_induction_head(page: Any) -> None:
+    """Repeat random words, sort by induction, open the first head."""
+    page.wait_for_selector("body[data-state=ready]")
+    page.click("#random")
+    page.wait_for_timeout(2000)  # the view of the text before is ready too
+    page.select_option("#sort", "induction")
+    page.click("#grid button >> nth=0")
 
 
 @contextmanager
-def explorer(model: Path) -> Iterator[str]:
+def explorer(models: list[Path]) -> Iterator[str]:
     """Serve the explorer; yield its address."""
-    command = ["explore", str(model), "--text", TEXT, "--no-browser", "--json"]
+    command = ["explore", *map(str, models), "--no-browser", "--json"]
     with subprocess.Popen(
         [sys.executable, "-m", "qkflow", *command], stdout=subprocess.PIPE, text=True
     ) as server:
@@ -88,6 +112,8 @@ def take(browser: Any, shot: Shot) -> None:
     context = browser.new_context(viewport={"width": shot.width, "height": shot.height})
     page = context.new_page()
     page.goto(shot.url)
+    if shot.act is not None:
+        shot.act(page)
     page.wait_for_timeout(shot.wait_ms)
     path = IMAGES / f"{shot.name}.png"
     page.screenshot(path=str(path))
@@ -106,14 +132,14 @@ def main(work: Path = Path("runs/screenshots"), chromium: Path | None = None) ->
         raise InputError("there is no Chromium on the PATH: give --chromium", code="no-browser")
     IMAGES.mkdir(exist_ok=True)
     work.mkdir(parents=True, exist_ok=True)
-    study, model = work / "study", work / "model"
-    train(study, model)
+    study, models = work / "study", [work / name for name in INITS]
+    train(study, models)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=BROWSER_ARGS)
         report = (study / "report.html").resolve().as_uri()
         take(browser, Shot("report", report))
-        with explorer(model) as url:
-            take(browser, Shot("explorer", url, height=1150, wait_ms=5000))
+        with explorer(models) as url:
+            take(browser, Shot("explorer", url, height=1180, act=find_induction_head))
         browser.close()
 
 

@@ -257,6 +257,26 @@ def test_hostile_text_is_text(chromium: Any, site: LocalSite, tmp_path: Path) ->
         assert "<script>" in page.inner_text("#tokens").replace("\n", "")
 
 
+def test_markup_in_the_names_of_models_and_classes(chromium: Any) -> None:
+    for model in (small_model("leapfrog:n=3"), small_classifier()):
+        model.name = HOSTILE
+        if model.class_names is not None:
+            model.class_names = [f"{HOSTILE} {name}" for name in model.class_names]
+        app = build_app(Explorer([model, model], TEXT))
+        with serve_locally(app) as site, watch_page(chromium, site.origin) as watched:
+            page = watched.page
+            page.goto(site.url)
+            wait(page)
+            page.click("#tab-arcs")
+            for tab in ("coupling", "predictions", "rationale"):
+                if page.is_visible(f"#tab-{tab}"):
+                    page.click(f"#tab-{tab}")
+                    page.wait_for_selector(PANEL_DONE.format(tab))
+            assert "<script>alert(1)</script>" in page.inner_text("body")
+            assert page.locator("img").count() == 0
+            watched.check()
+
+
 def test_errors_are_shown_and_recoverable(chromium: Any, site: LocalSite) -> None:
     with watch_page(chromium, site.origin) as watched:
         page = watched.page

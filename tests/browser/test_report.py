@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from playwright.sync_api import Browser, Page
 
 from browser import PHONE, axe_violations, needs_chromium, open_page
-from made_study import HOSTILE
+from made_study import HOSTILE, put_markup_everywhere
 from qkflow.report.joint import render_studies
 from qkflow.report.page import render_report
-from qkflow.report.watch import Watcher
 from qkflow.studies import load_comparison
 
 pytestmark = needs_chromium
@@ -194,30 +191,9 @@ def test_page_reads_without_javascript(chromium: Browser, pages: dict[str, str])
         assert page.locator(".card").count() == 4
 
 
-def make_hostile(folder: Path) -> None:
-    """Put markup into every text that a study has: plan, results, environments, logs."""
-    path = folder / "study.yaml"
-    study = yaml.safe_load(path.read_text())
-    names = {cell["name"]: f"{cell['name']}{HOSTILE}" for arm in study["arms"] for cell in arm["cells"]}
-    study |= {"command": HOSTILE, "created_at": HOSTILE}
-    study["config"] |= {"data": HOSTILE, "tokenizer": HOSTILE, "device": HOSTILE}
-    for arm in study["arms"]:
-        arm |= {"name": f"{arm['name']}{HOSTILE}", "added_at": HOSTILE}
-        for cell in arm["cells"]:
-            cell |= {"name": names[cell["name"]], "init": HOSTILE}
-    for number, run in enumerate(study["runs"]):
-        run["cell"] = names[run["cell"]]
-        result = folder / "runs" / run["id"] / "result.json"
-        values = json.loads(result.read_text())
-        values["environment"] = {HOSTILE: HOSTILE, "commit": HOSTILE, "python": f"{HOSTILE}{number}"}
-        failed = {"status": "failed", "error": HOSTILE}
-        result.write_text(json.dumps(failed if number == 0 else values))
-    path.write_text(yaml.safe_dump(study, allow_unicode=True))
-
-
 def test_markup_in_every_text_of_a_study(chromium: Browser, study_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(study_folder, tmp_path / "study"))
-    make_hostile(folder)
+    put_markup_everywhere(folder)
     comparison = load_comparison(folder)
     texts = {"report": render_report(comparison), "studies": render_studies([comparison])}
     for name, text in texts.items():
@@ -227,7 +203,3 @@ def test_markup_in_every_text_of_a_study(chromium: Browser, study_folder: Path, 
             draw_all(page)
             assert page.locator("img").count() == 0
             assert "<script>alert(1)</script>" in page.locator("body").inner_text()
-    watcher = Watcher(folder)
-    watcher.refresh()
-    for _, event in watcher.events.values():
-        assert "<script>" not in json.loads(event).get("html", "")

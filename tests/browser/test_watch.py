@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from browser import PHONE, axe_violations, needs_chromium, open_page
+from made_study import put_markup_everywhere
 from qkflow.report.watch import POLICY, Watcher, build_app
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.web.security import bind_site, serve
@@ -50,6 +51,15 @@ def live(study_folder: Path, tmp_path: Path) -> Iterator[Live]:
     started.site.stopping.set()
     started.thread.join(10)
     assert not started.thread.is_alive()
+
+
+@needs_chromium
+def test_markup_in_every_text_of_a_study(chromium: Browser, live: Live) -> None:
+    put_markup_everywhere(live.folder)
+    with open_page(chromium, live.site.url) as page:  # fails if a script runs or an image loads
+        page.wait_for_selector("html[data-reports='1']")
+        page.wait_for_selector("text=<script>alert(1)</script> >> nth=0")
+        assert page.locator("img").count() == 0
 
 
 @needs_chromium

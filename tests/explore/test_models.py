@@ -28,10 +28,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return to_fast_tokenizer(ByteTokenizer())
 
 
-def save_family(folder: Path, family: str) -> Path:
+def save_family(folder: Path, family: str, vocab_size: int = 300) -> Path:
     model_class, config_class, sizes = FAMILIES[family]
     torch.manual_seed(0)
-    model_class(config_class(**{**sizes, "vocab_size": 300})).save_pretrained(folder)
+    model_class(config_class(**{**sizes, "vocab_size": vocab_size})).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -156,6 +156,11 @@ def test_classifier_of_the_qkflow_architecture(tmp_path: Path) -> None:
     assert capture.classes == pytest.approx(expected.tolist(), abs=1e-5)
     answer = explain(model.classifier(), torch.tensor(capture.ids), model.special_tokens(capture.ids))
     assert answer["probability"] == pytest.approx(max(capture.classes), abs=1e-5)
+
+
+def test_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    with raises_code("vocab-size-mismatch"):
+        open_model(save_family(tmp_path / "model", "llama", vocab_size=60))
 
 
 def test_pickled_models_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.grid import RunSpec, build_grid
@@ -118,3 +119,26 @@ def _write_run(path: Path, run: RunSpec, final: float, points: int, layers: int)
         },
     }
     (path / "result.json").write_text(json.dumps(result))
+
+
+def put_markup_everywhere(folder: Path) -> None:
+    """Put markup into every text that a study has: plan, results, environments, logs."""
+    path = folder / "study.yaml"
+    study = yaml.safe_load(path.read_text())
+    names = {cell["name"]: f"{cell['name']}{HOSTILE}" for arm in study["arms"] for cell in arm["cells"]}
+    study |= {"command": HOSTILE, "created_at": HOSTILE}
+    study["config"] |= {"data": HOSTILE, "tokenizer": HOSTILE, "device": HOSTILE}
+    for arm in study["arms"]:
+        arm |= {"name": f"{arm['name']}{HOSTILE}", "added_at": HOSTILE}
+        for cell in arm["cells"]:
+            cell |= {"name": names[cell["name"]], "init": HOSTILE}
+    for number, run in enumerate(study["runs"]):
+        run["cell"] = names[run["cell"]]
+        result = folder / "runs" / run["id"] / "result.json"
+        if not result.exists():
+            continue
+        values = json.loads(result.read_text())
+        values["environment"] = {HOSTILE: HOSTILE, "commit": HOSTILE, "python": f"{HOSTILE}{number}"}
+        failed = {"status": "failed", "error": HOSTILE}
+        result.write_text(json.dumps(failed if number == 0 else values))
+    path.write_text(yaml.safe_dump(study, allow_unicode=True))

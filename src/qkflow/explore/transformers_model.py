@@ -43,9 +43,17 @@ class TransformersModel(ExplorableModel):
             names = model.config.id2label
             self.class_names = [str(names[index]) for index in range(model.config.num_labels)]
         self.final_norm = self._find_final_norm() if head == "causal" else None
+        self.encode("a")  # raises now if the tokenizer is not the model's
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text)["input_ids"]
+        n_embeddings = self.model.get_input_embeddings().weight.shape[0]
+        if max(ids, default=0) >= n_embeddings:
+            raise InputError(
+                f"the tokenizer of {self.name} gives token {max(ids)}, its model has {n_embeddings} "
+                "embeddings: give the tokenizer it was trained with",
+                code="vocab-size-mismatch",
+            )
         return ids
 
     def decode(self, ids: list[int]) -> str:
