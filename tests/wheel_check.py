@@ -46,9 +46,9 @@ def main() -> None:
         run(python, "-m", "pip", "check", folder=folder)
         print(run(qkflow, "--version", folder=folder), end="")
         claims = json.loads(run(qkflow, "claims", "--json", folder=folder))  # the packaged results
-        recipes = json.loads(run(qkflow, "reproduce", "--json", folder=folder))
+        recipes = json.loads(run(qkflow, "reproduce", "--json", folder=folder))["recipes"]
         print(f"{len(claims)} groups of claims, {len(recipes)} recipes")
-        options = "--data speeches --tokenizer bytes --variants euler --controls none --inits gpt2 --seeds 2"
+        options = "--data speeches --tokenizer bytes --variants euler --controls none --inits gpt2 --seeds 3"
         study = ("compare", *options.split(), "--tokens", "2k", "--seq-len", "16", "--batch-size", "4")
         run(qkflow, *study, "--screening-seeds", "1", "--out", "study", folder=folder)
         assert (folder / "study" / "report.html").stat().st_size > 100_000

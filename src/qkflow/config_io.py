@@ -58,13 +58,14 @@ RENAMED_KEYS = {
 class Range:
     """Bounds of a number, as `Annotated[int, Range(1, 1000)]` in a dataclass or the signature of a command.
 
-    low, high    the smallest and the largest value; `above` excludes its own value
+    low, high    the smallest and the largest value; `above` and `below` exclude their own value
     cost         what a larger value would cost: the end of the sentence that refuses it
     """
 
     low: float = -math.inf
     high: float = math.inf
     above: float = -math.inf
+    below: float = math.inf
     cost: str = ""
 
     def check(self, name: str, value: float) -> None:
@@ -74,11 +75,10 @@ class Range:
         if value < self.low or value <= self.above:
             least = f"at least {self.low:,}" if value < self.low else f"above {self.above:g}"
             raise InputError(f"{name} must be {least}, not {value}", code="below-minimum")
-        if value > self.high:
+        if value > self.high or value >= self.below:
+            most = f"at most {self.high:,}" if value > self.high else f"below {self.below:g}"
             reason = f": {self.cost}" if self.cost else ""
-            raise InputError(
-                f"{name} must be at most {self.high:,}, not {shorten(value)}{reason}", code="above-maximum"
-            )
+            raise InputError(f"{name} must be {most}, not {shorten(value)}{reason}", code="above-maximum")
 
 
 MAX_SEED = 2**64 - 1
@@ -86,6 +86,8 @@ Count = Annotated[int, Range(1, 10**9)]
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
+Percentage = Annotated[float, Range(above=0, below=100)]
+Confidence = Annotated[float, Range(0.5, below=1)]
 Seed = Annotated[int, Range(-(2**63), MAX_SEED)]
 THREADS = Range(1, 4096, cost="no machine has as many cores")
 

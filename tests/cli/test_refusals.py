@@ -238,7 +238,7 @@ def test_stopped_run_prints_how_to_resume(place: Path, tmp_path: Path) -> None:
 
 
 @cases(
-    (["compare", "--seeds", "9223372036854775807"], "invalid-seeds", "9223372036854775807"),
+    (["compare", "--seeds", "9223372036854775807"], "above-maximum", "9223372036854775807"),
     (["compare", "--tokens", "1e23"], "above-maximum", "--tokens"),
     (["compare", "--seq-len", "99999999999"], "above-maximum", "--seq-len"),
     (["bench", "--rounds", "0"], "below-minimum", "--rounds"),
@@ -251,6 +251,7 @@ def test_stopped_run_prints_how_to_resume(place: Path, tmp_path: Path) -> None:
     (["data", "prepare", "hf:a/b/c"], "invalid-hub-name", "a/b/c"),
     (["data", "prepare", "~no-such-user/x.txt"], "home-not-found", "~no-such-user"),
     (["train", "out", "--threads", "99999999999"], "above-maximum", "--threads"),
+    (["pace", "flow", "--m", "1e-300"], "flow-out-of-range", "m=1e-300"),
     (["train", "out", "--coupling", "leapfrog:n=99999999999"], "bad-option-value", "n"),
     (["train", "out", "--set", "train.clip=" + "[" * 9000], "invalid-yaml", "levels deep"),
     (["train", ""], "empty-path", "folder"),

@@ -350,6 +350,11 @@ def test_incomplete_result(model: Path, command: Command, tmp_path: Path) -> Non
     with raises_code("incomplete-result") as caught:
         command("train", tmp_path)
     assert "'parameters'" in str(caught.value)
+    values = json.loads((model / "result.json").read_text())
+    for value, code in (({}, "corrupt-result"), (None, "incomplete-result")):
+        (tmp_path / "result.json").write_text(json.dumps({**values, "loss": value}))
+        with raises_code(code):
+            command("train", tmp_path)
 
 
 def test_weights_of_another_shape_or_damaged(model: Path, command: Command, tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ CHEAP: dict[str, str] = {
 # read the files of others more often.
 WEIGHTS = {
     "timescale theory": 1,
+    "claims": 3,
     "calibrate": 1,
     "bench": 2,
     "pace synthetic": 2,

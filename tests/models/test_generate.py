@@ -206,6 +206,7 @@ def test_sampling_frequencies_match_probabilities() -> None:
     assert frequencies(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
     assert frequencies(top_p=0.6) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)
     assert frequencies(top_k=3, top_p=0.4) == [1, 0, 0, 0]
+    assert frequencies(top_p=1e-300) == [1, 0, 0, 0]  # zero in float32
     assert frequencies(temperature=0.5) == pytest.approx([0.685, 0.247, 0.062, 0.007], abs=0.03)
     assert frequencies(temperature=0) == [1, 0, 0, 0]
 

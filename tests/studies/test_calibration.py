@@ -107,10 +107,10 @@ def test_stored_calibration_keeps_five_percent() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        (["--studies", "1"], "invalid-studies"),
+        (["--studies", "1"], "below-minimum"),
         (["--seeds", "2"], "invalid-seeds"),
         (["--seeds", "x"], "invalid-seeds"),
-        (["--margin", "0"], "invalid-margin"),
+        (["--margin", "0"], "below-minimum"),
         (["--saved", "nowhere.json"], "not-a-calibration"),
     ],
 )

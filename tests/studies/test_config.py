@@ -23,17 +23,17 @@ CONFIG = ComparisonConfig(variants=("standard", "euler"), tokens=4096, seq_len=6
     [
         ({"seeds": 1}, "too-few-seeds"),
         ({"seeds": 2}, "too-few-seeds"),
-        ({"seeds": 0, "verdict": False}, "invalid-seeds"),
+        ({"seeds": 0, "verdict": False}, "below-minimum"),
         ({"minutes": 3.0}, "two-budgets"),
-        ({"tokens": None, "minutes": 0.0}, "invalid-minutes"),
-        ({"tokens": None, "minutes": float("inf")}, "invalid-minutes"),
+        ({"tokens": None, "minutes": 0.0}, "below-minimum"),
+        ({"tokens": None, "minutes": float("inf")}, "not-finite"),
         ({"tokens": 100}, "tokens-below-one-step"),
-        ({"seq_len": 1}, "invalid-seq-len"),
-        ({"batch_size": 0}, "invalid-batch-size"),
-        ({"lr": 0.0}, "invalid-lr"),
-        ({"lr": float("nan")}, "invalid-lr"),
+        ({"seq_len": 1}, "below-minimum"),
+        ({"batch_size": 0}, "below-minimum"),
+        ({"lr": 0.0}, "below-minimum"),
+        ({"lr": float("nan")}, "not-finite"),
         ({"match": "token"}, "unknown-match"),
-        ({"confidence": 95.0}, "invalid-confidence"),
+        ({"confidence": 95.0}, "above-maximum"),
         ({"inits": ()}, "no-inits"),
         ({"variants": ()}, "no-variants"),
         ({"tune_lr": True, "lr_factors": (0.5, -1.0)}, "invalid-lr-factors"),
@@ -51,7 +51,7 @@ def test_one_seed_needs_no_verdict() -> None:
 @pytest.mark.parametrize("change", [{"engine": "locl"}, {"jobs": 0}, {"threads": 0}])
 def test_execution_check_rejects(change: dict[str, Any]) -> None:
     (name,) = change
-    with raises_code("unknown-engine" if name == "engine" else f"invalid-{name}"):
+    with raises_code("unknown-engine" if name == "engine" else "below-minimum"):
         replace(ExecutionConfig(), **change).check()
 
 

@@ -147,7 +147,7 @@ def test_adaptive_seeds_and_power_on_the_command_line(capsys: pytest.CaptureFixt
             {"variants": "standard{attention.circuit=CAFO,attention.rope=false}@fan_in+tied_qk"},
             "init-needs-factorized",
         ),
-        ({"max_seeds": 2}, "invalid-max-seeds"),
+        ({"max_seeds": 2}, "below-minimum"),
         ({"seeds": "1e3"}, "invalid-seeds"),
         ({"margin": float("nan")}, "not-finite"),
     ],

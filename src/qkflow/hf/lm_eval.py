@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qkflow.errors import InputError, join_limited
 from qkflow.hf.pretrained import load_model_and_tokenizer
+from qkflow.plain_data import read_yaml
 
 TASK_SUFFIXES = (".yaml", ".yml")
 
@@ -203,15 +203,9 @@ def _resolve_task_file(task: str) -> str:
 
 def _check_task_file(path: Path) -> None:
     """Raise for task files that the harness would accept and then fail on."""
-
-    class Loader(yaml.SafeLoader):
-        """Reads `!function module.name` as a string."""
-
-    Loader.add_constructor("!function", lambda _, node: node.value)
     try:
-        with path.open("rb") as file:
-            config = yaml.load(file, Loader)
-    except (OSError, yaml.YAMLError) as error:
+        config = read_yaml(path, code="invalid-task-file", text_tags=("!function",))
+    except OSError as error:
         raise _task_error([str(path)], error) from error
     if not isinstance(config, dict):
         raise InputError(

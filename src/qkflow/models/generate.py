@@ -52,7 +52,9 @@ class Sampler:
         probs = logits.softmax(dim=-1)
         if self.top_p is not None and self.top_p < 1:
             # keep a token while those before it have not reached p; topk and sort are both descending
-            probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0)
+            is_beyond = probs.cumsum(dim=-1) - probs >= self.top_p
+            is_beyond[..., 0] = False  # a p that is zero in float32 keeps the first token too
+            probs = probs.masked_fill(is_beyond, 0)
         sampled = torch.multinomial(probs, 1, generator=self.generator)
         return (sampled if tokens is None else tokens.gather(-1, sampled)).squeeze(-1)
 

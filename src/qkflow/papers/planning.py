@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qkflow.errors import InputError
 from qkflow.models import ModelConfig
 from qkflow.models.cost import hidden_flops_per_token
 from qkflow.papers.faster_qk.controlled_task import VOCAB_SIZE as CONTROLLED_VOCAB
@@ -103,8 +102,6 @@ def _plan_pace(recipe: Recipe, config: PaceStudyConfig, hardware: HardwareConfig
 
 
 def _plan_controlled_task(recipe: Recipe, config: ControlledTaskConfig, hardware: HardwareConfig) -> TaskPlan:
-    if config.seeds < 1:
-        raise InputError(f"seeds must be at least 1, not {config.seeds}", code="not-positive")
     if recipe.kind == "fixed-attention":
         arms = tuple(f"{kind}, α = {alpha:g}" for kind in ("collapsed", "factorized") for alpha in ALPHAS)
         steps = len(arms) * min(DEFAULT_STEPS, config.steps or DEFAULT_STEPS)

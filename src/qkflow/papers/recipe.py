@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from qkflow.config_io import check_mapping, dataclass_from_dict, parse_count
+from qkflow.config_io import Count, Seed, check_mapping, check_ranges, dataclass_from_dict, parse_count
 from qkflow.errors import InputError, unknown
 from qkflow.plain_data import read_yaml
 from qkflow.studies.config import ComparisonConfig
@@ -36,9 +36,12 @@ FindingsName = Literal["gate", "longer-training"]
 class ControlledTaskConfig:
     """Runs on the controlled task: the settings of the published figure, or attention fixed at α."""
 
-    seeds: int = 3
-    first_seed: int = 1234
-    steps: int | None = None  # at most, of every setting (default: as published)
+    seeds: Count = 3
+    first_seed: Seed = 1234
+    steps: Count | None = None  # at most, of every setting (default: as published)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "config")
 
 
 @dataclass(frozen=True)

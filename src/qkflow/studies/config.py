@@ -10,7 +10,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from qkflow.config_io import Range, check_ranges, dataclass_from_dict, parse_count
+from qkflow.config_io import (
+    Confidence,
+    NonNegative,
+    Percentage,
+    Positive,
+    Range,
+    check_ranges,
+    dataclass_from_dict,
+    parse_count,
+)
 from qkflow.errors import InputError, unknown
 from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
 from qkflow.studies.finetune.config import check_options as check_finetune_options
@@ -24,6 +33,7 @@ EngineName = Literal["local", "ray", "slurm"]
 
 AUTO = "auto"
 MAX_SEEDS = 1000
+Seeds = Annotated[int, Range(1, MAX_SEEDS)]
 DEFAULT_TOKENS = 200_000
 DEFAULT_INITS = ("gpt2", "fan_in", "modern")
 _ALWAYS_IN_COMMAND = {"data", "variants", "seeds", "preset"}
@@ -89,18 +99,18 @@ class ComparisonConfig:
     baselines: tuple[str, ...] = ("standard",)
     controls: tuple[str, ...] = ("symmetric", "uncoupled")
     inits: tuple[str, ...] = DEFAULT_INITS
-    seeds: int | Literal["auto"] = 5
-    max_seeds: int = 20
-    screening_seeds: int = SCREENING_SEEDS
-    margin: float = 1.0
+    seeds: Seeds | Literal["auto"] = 5
+    max_seeds: Annotated[int, Range(MIN_SEEDS_FOR_VERDICT, MAX_SEEDS)] = 20
+    screening_seeds: Seeds = SCREENING_SEEDS
+    margin: Percentage = 1.0
     preset: PresetName = "tiny"
     tokens: Tokens | None = None
-    minutes: Annotated[float, Range(high=10**7, cost="20 years")] | None = None
+    minutes: Annotated[float, Range(above=0, high=10**7, cost="20 years")] | None = None
     tokenizer: str = "bpe:2048"
-    seq_len: Annotated[int, Range(high=10**6)] = 128
-    batch_size: Annotated[int, Range(high=10**6)] = 16
+    seq_len: Annotated[int, Range(2, high=10**6)] = 128
+    batch_size: Annotated[int, Range(1, high=10**6)] = 16
     optimizer: OptimizerName = "muon"
-    lr: float | None = None
+    lr: Positive | None = None
     schedule: Schedule = "cosine"
     precision: Precision = "fp32"
     tune_lr: bool = False
@@ -108,14 +118,14 @@ class ComparisonConfig:
     lr_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
     match: MatchMode = "tokens"
     verdict: bool = True
-    confidence: float = 0.95
+    confidence: Confidence = 0.95
     pilot: str | None = None
     device: str = "auto"
     finetune: tuple[str, ...] = ()
     finetune_data: str = "hf"
-    finetune_epochs: Annotated[int, Range(high=10**4)] = 3
-    finetune_lr: float = 5e-4
-    finetune_examples: Annotated[int, Range(high=10**8)] | None = None
+    finetune_epochs: Annotated[int, Range(1, high=10**4)] = 3
+    finetune_lr: Positive = 5e-4
+    finetune_examples: Annotated[int, Range(1, high=10**8)] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
@@ -156,19 +166,14 @@ class ComparisonConfig:
 
     def check(self) -> None:
         """Raise InputError if no comparison can be run with these options."""
+        check_ranges(self, "")
         self._check_choices()
         self._check_budget()
         self._check_seeds()
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise InputError(f"--lr must be a positive number, got {self.lr:g}", code="invalid-lr")
         if self.tune_lr and not (
             self.lr_factors and all(0 < factor < math.inf for factor in self.lr_factors)
         ):
             raise InputError("--lr-factors must be positive numbers, e.g. 0.5,1,2", code="invalid-lr-factors")
-        if not 0.5 <= self.confidence < 1:
-            raise InputError(
-                f"--confidence must be between 0.5 and 1, got {self.confidence:g}", code="invalid-confidence"
-            )
         if not self.variants:
             raise InputError("--variants is empty: use e.g. standard,euler", code="no-variants")
         if not self.baselines:
@@ -176,7 +181,6 @@ class ComparisonConfig:
         if not self.inits:
             raise InputError("--inits is empty: use e.g. gpt2,fan_in", code="no-inits")
         check_finetune_options(self)
-        check_ranges(self, "")
 
     def _check_seeds(self) -> None:
         if self.seeds == AUTO:
@@ -185,30 +189,11 @@ class ComparisonConfig:
                     "--seeds auto adds seeds until verdicts are decided: with --no-verdict, give a number",
                     code="auto-seeds-without-verdict",
                 )
-        elif not 1 <= self.n_seeds <= MAX_SEEDS:
-            raise InputError(
-                f"--seeds must be between 1 and {MAX_SEEDS}, got {self.seeds}", code="invalid-seeds"
-            )
         elif self.verdict and self.n_seeds < MIN_SEEDS_FOR_VERDICT:
             raise InputError(
                 f"a verdict needs at least {MIN_SEEDS_FOR_VERDICT} seeds, got --seeds {self.seeds}: "
                 "use more, or --no-verdict for the numbers alone",
                 code="too-few-seeds",
-            )
-        if not MIN_SEEDS_FOR_VERDICT <= self.max_seeds <= MAX_SEEDS:
-            raise InputError(
-                f"--max-seeds must be between {MIN_SEEDS_FOR_VERDICT} and {MAX_SEEDS}, got {self.max_seeds}",
-                code="invalid-max-seeds",
-            )
-        if not 1 <= self.screening_seeds <= MAX_SEEDS:
-            raise InputError(
-                f"--screening-seeds must be between 1 and {MAX_SEEDS}, got {self.screening_seeds}",
-                code="invalid-screening-seeds",
-            )
-        if not 0 < self.margin < 100:
-            raise InputError(
-                f"--margin must be a percentage above zero, e.g. 1, got {self.margin:g}",
-                code="invalid-margin",
             )
 
     @property
@@ -235,16 +220,6 @@ class ComparisonConfig:
     def _check_budget(self) -> None:
         if self.tokens is not None and self.minutes is not None:
             raise InputError("use --tokens or --minutes, not both", code="two-budgets")
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise InputError(
-                f"--minutes must be a number above zero, got {self.minutes:g}", code="invalid-minutes"
-            )
-        for name, least in (("seq_len", 2), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                flag = name.replace("_", "-")
-                raise InputError(
-                    f"--{flag} must be at least {least}, got {getattr(self, name)}", code=f"invalid-{flag}"
-                )
         for name in ("tokens", "tune_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and tokens < self.tokens_per_step:
@@ -298,11 +273,11 @@ class ExecutionConfig:
     """
 
     engine: EngineName = "local"
-    jobs: Annotated[int, Range(high=4096)] | None = None
-    threads: Annotated[int, Range(high=4096)] = 1
-    processes_per_run: Annotated[int, Range(high=4096)] = 1
-    cpus_per_run: Annotated[int, Range(high=4096)] | None = None
-    gpus_per_run: float | None = None
+    jobs: Annotated[int, Range(1, 4096)] | None = None
+    threads: Annotated[int, Range(1, 4096)] = 1
+    processes_per_run: Annotated[int, Range(1, 4096)] = 1
+    cpus_per_run: Annotated[int, Range(1, 4096)] | None = None
+    gpus_per_run: NonNegative | None = None
     address: str | None = None
     slurm_options: str | None = None
 
@@ -317,15 +292,7 @@ class ExecutionConfig:
     def check(self) -> None:
         if self.engine not in get_args(EngineName):
             raise unknown("--engine", self.engine, get_args(EngineName))
-        for name in ("jobs", "threads", "processes_per_run", "cpus_per_run"):
-            value, flag = getattr(self, name), name.replace("_", "-")
-            if value is not None and value < 1:
-                raise InputError(f"--{flag} must be at least 1, got {value}", code=f"invalid-{flag}")
         check_ranges(self, "")
-        if self.gpus_per_run is not None and not 0 <= self.gpus_per_run < math.inf:
-            raise InputError(
-                f"--gpus-per-run must be at least 0, got {self.gpus_per_run:g}", code="invalid-gpus-per-run"
-            )
         for name, engines in _ENGINE_OPTIONS.items():
             if getattr(self, name) is not None and self.engine not in engines:
                 raise InputError(

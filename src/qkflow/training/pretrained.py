@@ -17,6 +17,7 @@ from qkflow.plain_data import open_regular, read_json, read_text
 from qkflow.training.tensor_file import write_tensors
 
 MODEL_CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+MAX_STORED_INT = 10**9  # of token ids and lengths
 TOKENIZER_NAME, TOKENIZER_CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 MODEL_FORMAT, OLD_MODEL_FORMAT = "qkflow-decoder-2", "qkflow-decoder"
 
@@ -147,7 +148,8 @@ def _read_model_config(folder: Path) -> dict[str, Any]:
         ("special_tokens", dict, False),
     ):
         value = stored.setdefault(name)
-        if not isinstance(value, kind) and (required or value is not None):
+        is_kind = isinstance(value, kind) and (not isinstance(value, int) or 0 <= value <= MAX_STORED_INT)
+        if not is_kind and (required or value is not None):
             raise InputError(f"{path} is damaged: '{name}' is {value!r}", code="corrupt-model")
     try:
         stored["model"] = ModelConfig.from_dict(stored["model"])

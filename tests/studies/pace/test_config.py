@@ -44,12 +44,12 @@ def test_command_contains_changed_options() -> None:
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"seeds": 0}, "not-positive"),
-        ({"batch_size": 0}, "not-positive"),
-        ({"lr": -1.0}, "not-positive"),
-        ({"epochs": float("nan")}, "not-positive"),
-        ({"confidence": 0.4}, "confidence-out-of-range"),
-        ({"confidence": 1.0}, "confidence-out-of-range"),
+        ({"seeds": 0}, "below-minimum"),
+        ({"batch_size": 0}, "below-minimum"),
+        ({"lr": -1.0}, "below-minimum"),
+        ({"epochs": float("nan")}, "not-finite"),
+        ({"confidence": 0.4}, "below-minimum"),
+        ({"confidence": 1.0}, "above-maximum"),
         ({"steps": 5, "epochs": 2.0}, "steps-and-epochs"),
         ({"ratios": ()}, "no-ratios"),
         ({"ratios": ("1", "0")}, "invalid-ratio"),

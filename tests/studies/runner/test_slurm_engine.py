@@ -172,9 +172,9 @@ def test_missing_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"address": "127.0.0.1:1"}, "option-of-other-engine"),
         ({"gpus_per_run": 1}, "option-of-other-engine"),
         ({"engine": "ray", "slurm_options": "--time=1"}, "option-of-other-engine"),
-        ({"engine": "ray", "cpus_per_run": 0}, "invalid-cpus-per-run"),
-        ({"engine": "slurm", "gpus_per_run": -1}, "invalid-gpus-per-run"),
-        ({"processes_per_run": 0}, "invalid-processes-per-run"),
+        ({"engine": "ray", "cpus_per_run": 0}, "below-minimum"),
+        ({"engine": "slurm", "gpus_per_run": -1}, "below-minimum"),
+        ({"processes_per_run": 0}, "below-minimum"),
     ],
 )
 def test_options_of_engines(options: dict[str, Any], code: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from qkflow import console
+from qkflow.config_io import Percentage, Range
 from qkflow.errors import InputError
 from qkflow.plain_data import read_json
 from qkflow.studies.calibration import (
@@ -22,15 +23,14 @@ from qkflow.studies.calibration import (
 )
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 
-MAX_STUDIES = 1_000_000
 SAVING_STEPS = 20  # rows that `runs_saved` simulates, at most
 
 
 def calibrate_command(
     *,
-    studies: int = 10_000,
+    studies: Annotated[int, Range(100, 10**6)] = 10_000,
     seeds: tuple[str, ...] = (),
-    margin: float = 1.0,
+    margin: Percentage = 1.0,
     saved: Path | None = None,
     json: bool = False,
     markdown: bool = False,
@@ -59,12 +59,6 @@ def calibrate_command(
         rows, saving = _load(saved)
         return _print(rows, saving, json, markdown)
     counts = _parse_seeds(seeds)
-    if not 100 <= studies <= MAX_STUDIES:
-        raise InputError(
-            f"--studies must be between 100 and {MAX_STUDIES}, got {studies}", code="invalid-studies"
-        )
-    if not 0 < margin < 100:
-        raise InputError(f"--margin must be a percentage above zero, got {margin:g}", code="invalid-margin")
     rows, saving = _simulate(counts, studies, margin)
     return _print(rows, saving, json, markdown)
 

@@ -115,6 +115,12 @@ def evaluate_corpus(
         raise InputError("--tokens must be at least 1, not 0", code="below-minimum")
     decoder, _ = load_model(model, device=device)
     token_set = prepare(corpus, tokenizer_spec(model))
+    if token_set.vocab_size > decoder.config.vocab_size:
+        raise InputError(
+            f"the tokenizer of {model} has {token_set.vocab_size} tokens, its model "
+            f"{decoder.config.vocab_size}: give the tokenizer it was trained with",
+            code="vocab-size-mismatch",
+        )
     splits = SPLITS if split == "all" else (split,)
     if not any(len(token_set.tokens(name)) for name in splits):
         raise InputError(f"'{corpus}' has no text in its {split} split", code="empty-split")

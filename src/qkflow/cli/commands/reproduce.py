@@ -12,7 +12,6 @@ from qkflow import console
 from qkflow.cli.commands.compare import print_comparison, print_interrupted
 from qkflow.cli.commands.plan import print_plan
 from qkflow.cli.options import options_from
-from qkflow.errors import InputError
 from qkflow.papers.planning import RecipePlan, TaskPlan, plan_recipe
 from qkflow.papers.recipe import ControlledTaskConfig, Recipe, load_recipe, recipe_names
 from qkflow.papers.reproduce import reproduce as run_comparisons
@@ -233,8 +232,6 @@ def _run_task(
     from qkflow.cli.commands.pace import run_fixed_attention, run_settings
     from qkflow.papers.faster_qk.synthetic import FIGURE_CONFIGS
 
-    if config.seeds < 1 or (config.steps is not None and config.steps < 1):
-        raise InputError("seeds and steps of a recipe must be at least 1", code="not-positive")
     seeds, figure = range(config.first_seed, config.first_seed + config.seeds), folder / "figure.html"
     folder.mkdir(parents=True, exist_ok=True)
     if recipe.kind == "fixed-attention":

@@ -74,7 +74,7 @@ def train(
         preset: size of the model: tiny, small, 60m, 150m, 350m, 455m, tiny-swiglu, 350m-swiglu (default:
             tiny).
         coupling: none, drift, euler, leapfrog:n=7, affine, ... (default: none).
-        scoring: softmax, differential or differential_v2 (default: softmax).
+        scoring: softmax, softmax_norm, differential or differential_v2 (default: softmax).
         init: init scheme of the weights, see qkflow inits: gpt2, fan_in, modern, symmetric=1 (default:
             modern).
         tokens: training tokens, e.g. 200k or 5M (default: 1M).
@@ -159,18 +159,19 @@ def add_defaults(values: dict[str, Any], recipe: dict[str, Any]) -> dict[str, An
 
 def print_result(folder: Path, json: bool) -> None:
     from qkflow.measures.language import format_eval_result
-    from qkflow.training.run_dir import read_result
+    from qkflow.training.run_dir import RESULT_FILE, check_result, read_result
 
     result = read_result(folder) or {}
     if json:
         console.emit_json({"folder": str(folder), **result})
         return
     for name in ("parameters", "tokens", "seconds", "loss", "perplexity", "bits_per_byte"):
-        if name not in result:
+        if name not in result or (result[name] is None and name not in ("perplexity", "bits_per_byte")):
             raise InputError(
-                f"{folder / 'result.json'} has no '{name}': remove the file to train again",
+                f"{folder / RESULT_FILE} has no '{name}': remove the file to train again",
                 code="incomplete-result",
             )
+    check_result(result, folder / RESULT_FILE)
     speed = result["tokens"] / max(result["seconds"], 1e-9)
     lines = [
         f"{folder}: {result['parameters']:,} parameters, {result['tokens']:,} tokens in "

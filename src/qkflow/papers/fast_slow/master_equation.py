@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tokenize import TokenError  # of the header of an .npy file
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def load_generator(path: str | Path) -> Tensor:
         raise InputError(f"generator file not found: {path}", code="generator-file-not-found")
     try:
         return torch.as_tensor(readers[path.suffix.lower()](path), dtype=torch.float64)
-    except (ValueError, TypeError, OverflowError, RuntimeError, EOFError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError, EOFError, SyntaxError, TokenError) as error:
         raise InputError(
             f"{path} does not contain a matrix of numbers: {error}", code="corrupt-generator-file"
         ) from error

@@ -158,7 +158,15 @@ class ReducedFlow:
         def logit_gap(mu_ov: float) -> float:
             return float(self.attention(self.solve_mu_qk(mu_ov))) * mu_ov - logit
 
-        mu_ov = brentq(logit_gap, max(logit, self.mu_ov_init), upper * (1 + 1e-12), xtol=1e-13, rtol=1e-15)
+        lower = max(logit, self.mu_ov_init)
+        try:
+            mu_ov = brentq(logit_gap, lower, upper * (1 + 1e-12), xtol=1e-13, rtol=1e-15)
+        except ValueError:  # NaN: a number beyond float64
+            raise InputError(
+                f"the flow with m={self.m:g}, n={self.n:g}, b={self.b:g}, M={self.M:g} and ratio "
+                f"{self.ratio:g} cannot be computed in float64: use less extreme values",
+                code="flow-out-of-range",
+            ) from None
         return self._point(mu_ov)
 
     def trajectory(self, loss: float, n_points: int = 400) -> dict[str, Array]:

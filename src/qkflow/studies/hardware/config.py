@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from qkflow.errors import InputError
 from qkflow.studies.hardware.devices import Device, get_device
 from qkflow.studies.hardware.memory import DEVICES_PER_NODE, Layout, Parallelism
 
-Devices = Annotated[int, Range(high=10**7, cost="no cluster has as many devices")]
+Devices = Annotated[int, Range(1, 10**7, cost="no cluster has as many devices")]
 
 
 @dataclass(frozen=True)
@@ -36,28 +35,16 @@ class HardwareConfig:
     devices: Devices | None = None
     parallel: Parallelism = "ddp"
     devices_per_node: Devices = DEVICES_PER_NODE
-    utilization: float | None = None
-    network: Annotated[float, Range(high=1e9)] = 400.0
-    usd_per_hour: Annotated[float, Range(high=1e9)] | None = None
+    utilization: Annotated[float, Range(above=0, high=1)] | None = None
+    network: Annotated[float, Range(above=0, high=1e9)] = 400.0
+    usd_per_hour: Annotated[float, Range(above=0, high=1e9)] | None = None
     activation_checkpointing: bool = False
-    noise: Annotated[float, Range(high=1e6)] | None = None
+    noise: Annotated[float, Range(above=0, high=1e6)] | None = None
 
     def check(self) -> None:
         """Raise InputError for values that no hardware has."""
         check_ranges(self, "")
         self.layout()
-        for name in ("utilization", "network", "usd_per_hour", "noise"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise InputError(
-                    f"--{name.replace('_', '-')} must be a number above zero, not {value}",
-                    code="not-positive",
-                )
-        if self.utilization is not None and self.utilization > 1:
-            raise InputError(
-                f"--utilization is a share of the peak, at most 1, not {self.utilization}",
-                code="invalid-utilization",
-            )
         if self.devices is not None and self.devices < self.world_size:
             raise InputError(
                 f"--devices {self.devices} is less than one run needs (--world-size {self.world_size})",

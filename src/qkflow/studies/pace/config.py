@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from qkflow.config_io import Range, check_ranges, dataclass_from_dict
+from qkflow.config_io import Confidence, Positive, Range, check_ranges, dataclass_from_dict
 from qkflow.errors import InputError, unknown
 from qkflow.studies.pace.recipes import OptimizerName, Recipe, get_recipe
 from qkflow.training.pace import parse_ratio_schedule
@@ -17,8 +16,8 @@ from qkflow.training.pace import parse_ratio_schedule
 STUDY_KIND = "pace study"
 Task = Literal["agreement", "hatexplain", "squad", "sst-2", "cola", "mrpc", "rte"]
 BASELINE_RATIO = "1"
-Examples = Annotated[int, Range(high=10**8, cost="examples are kept in memory, about 1 kB each")]
-Size = Annotated[int, Range(high=10**5)]
+Examples = Annotated[int, Range(1, 10**8, cost="examples are kept in memory, about 1 kB each")]
+Size = Annotated[int, Range(1, 10**5)]
 GENERATED_SOURCE = "generate"  # sentences made by the grammar of the agreement task
 
 
@@ -29,21 +28,21 @@ class PaceStudyConfig:
     task: Task  # labeled task: agreement, hatexplain, squad, sst-2, cola, mrpc or rte.
     data: str | None = None  # file, folder or hf; agreement generates its own sentences by default.
     as_published: bool = False  # the authors' optimizer, learning rates, confounds and measures.
-    seeds: Annotated[int, Range(high=1000)] = 3  # number of paired seeds; a verdict needs at least 3.
+    seeds: Annotated[int, Range(1, 1000)] = 3  # number of paired seeds; a verdict needs at least 3.
     ratios: tuple[str, ...] | None = None  # query-key over other learning rates, e.g. 1,3,increasing:40.
-    lr: float | None = None  # learning rate of all other parameters.
+    lr: Positive | None = None  # learning rate of all other parameters.
     optimizer: OptimizerName | None = None  # optimizer: adamw, or sgd with momentum 0.99.
-    steps: Annotated[int, Range(high=10**9)] | None = None  # training steps (default: from --epochs).
-    epochs: Annotated[float, Range(high=10**6)] | None = None  # passes over the training examples.
+    steps: Annotated[int, Range(1, 10**9)] | None = None  # training steps (default: from --epochs).
+    epochs: Annotated[float, Range(above=0, high=10**6)] | None = None  # passes over the training examples.
     batch_size: Size | None = None  # examples per step.
-    n_layers: Annotated[int, Range(high=10**4)] | None = None  # number of layers.
+    n_layers: Annotated[int, Range(1, 10**4)] | None = None  # number of layers.
     dim: Size | None = None  # model dimension; the feed-forward dimension is four times as large.
     n_heads: Size | None = None  # number of attention heads.
     examples: Examples | None = None  # maximum number of training examples.
     window: Examples = 200  # SQuAD only: characters of context on either side of an answer.
     test: Examples = 1000  # maximum number of test examples.
     measured: Examples | None = None  # maximum number of test examples whose attention is measured.
-    confidence: float = 0.95  # confidence level of intervals and verdicts.
+    confidence: Confidence = 0.95  # confidence level of intervals and verdicts.
 
     @property
     def source(self) -> str:
@@ -77,19 +76,7 @@ class PaceStudyConfig:
         """Raise InputError for values no study can run with. Reads and writes nothing."""
         if self.steps is not None and self.epochs is not None:
             raise InputError("give --steps or --epochs, not both", code="steps-and-epochs")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            flag = _flag(field.name)
-            if type(value) is int and value < 1:
-                raise InputError(f"{flag} must be at least 1, not {value}", code="not-positive")
-            if type(value) is float and not (value > 0 and math.isfinite(value)):
-                raise InputError(f"{flag} must be a positive number, not {value}", code="not-positive")
         check_ranges(self, "")
-        if not 0.5 <= self.confidence < 1:
-            raise InputError(
-                f"--confidence must be at least 0.5 and below 1, not {self.confidence:g}",
-                code="confidence-out-of-range",
-            )
         recipe = self.resolve_recipe()
         if recipe.optimizer not in get_args(OptimizerName):
             raise unknown("optimizer", recipe.optimizer, get_args(OptimizerName))

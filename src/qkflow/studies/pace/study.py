@@ -45,7 +45,7 @@ def run_pace_study(
     """
     config.check()
     if jobs is not None and jobs < 1:
-        raise InputError(f"--jobs must be at least 1, not {jobs}", code="not-positive")
+        raise InputError(f"--jobs must be at least 1, not {jobs}", code="below-minimum")
     study_dir = StudyDir(out or _default_folder(config))
     study_dir.check_usable()
     recipe = config.resolve_recipe()
