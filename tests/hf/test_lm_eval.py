@@ -130,7 +130,7 @@ def model_and_tokenizer() -> tuple[Any, Any]:
 
 # change of the task file, error code, offending value
 MISTAKES = {
-    "broken YAML": (("task: tiny_choice", "task: [x"), "invalid-task-file", "line 2"),
+    "broken YAML": (("task: tiny_choice", "task: [x"), "invalid-task-file", "not valid YAML"),
     "no name": (("task: tiny_choice", ""), "invalid-task-file", "'task'"),
     "no dataset": (("dataset_path: json", ""), "invalid-task-file", "'dataset_path'"),
     "split": (("test_split: test", "test_split: tst"), "invalid-task", "'tst'"),

@@ -123,9 +123,9 @@ class ComparisonConfig:
     device: str = "auto"
     finetune: tuple[str, ...] = ()
     finetune_data: str = "hf"
-    finetune_epochs: Annotated[int, Range(1, high=10**4)] = 3
+    finetune_epochs: Annotated[int, Range(1, 10**4)] = 3
     finetune_lr: Positive = 5e-4
-    finetune_examples: Annotated[int, Range(1, high=10**8)] | None = None
+    finetune_examples: Annotated[int, Range(2, high=10**8)] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}

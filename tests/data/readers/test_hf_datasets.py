@@ -31,7 +31,7 @@ def local_copy(tmp_path: Path) -> Path:
         for number, split in enumerate(("train", "validation", "test")):
             texts = list(
                 synthetic.parse_options(
-                    f"documents={12 - number},words=60,seed={seed + number}"
+                    "patterns", f"documents={12 - number},words=60,seed={seed + number}"
                 ).generate_documents()
             )
             table = pyarrow.table({"id": list(range(len(texts))), "text": texts, "title": ["t"] * len(texts)})

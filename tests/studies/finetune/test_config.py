@@ -48,10 +48,10 @@ def test_unknown_task_gets_the_nearest_name() -> None:
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({"finetune_epochs": 0}, "invalid-finetune-epochs"),
-        ({"finetune_examples": 1}, "invalid-finetune-examples"),
-        ({"finetune_lr": 0.0}, "invalid-finetune-lr"),
-        ({"finetune_lr": float("nan")}, "invalid-finetune-lr"),
+        ({"finetune_epochs": 0}, "below-minimum"),
+        ({"finetune_examples": 1}, "below-minimum"),
+        ({"finetune_lr": 0.0}, "below-minimum"),
+        ({"finetune_lr": float("nan")}, "not-finite"),
         ({"finetune": ("glue:RTE",), "finetune_data": "no such folder"}, "path-not-found"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,15 +73,6 @@ def parse_tasks(texts: Sequence[str]) -> tuple[FinetuneTask, ...]:
 def check_options(config: ComparisonConfig) -> None:
     """Raise InputError for options of fine-tuning that no run can have."""
     parse_tasks(config.finetune)
-    for name, least in (("finetune_epochs", 1), ("finetune_examples", 2)):
-        value = getattr(config, name)
-        if value is not None and value < least:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} must be at least {least}, got {value}", code=f"invalid-{flag}")
-    if not (math.isfinite(config.finetune_lr) and config.finetune_lr > 0):
-        raise InputError(
-            f"--finetune-lr must be a positive number, got {config.finetune_lr:g}", code="invalid-finetune-lr"
-        )
     source = config.finetune_data
     if config.finetune and not is_hub_source(source) and not Path(source).is_dir():
         raise InputError(
