@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import nn
 from input_errors import raises_code
 from qkflow import hf
 from qkflow.models import Decoder, preset
+from qkflow.roles import parameter_roles
+from qkflow.training.optimizer import parameter_groups
 from qkflow.training.pace import (
     ConstantRatio,
     IncreasingRatio,
@@ -104,6 +107,10 @@ def test_scheduler_state_resumes() -> None:
         (float("nan"), "invalid-ratio"),
         ("increasing:-3", "invalid-ratio"),
         ("increasing:3:steps=0", "invalid-ratio"),
+        ("early:x", "invalid-ratio"),
+        ("early:0", "invalid-ratio"),
+        ("early:2:steps=0", "invalid-ratio"),
+        ("early:2:steps=11", "ratio-ramp-too-long"),
         ("increasing:3:steps=11", "ratio-ramp-too-long"),
         (IncreasingRatio(3.0, 11), "ratio-ramp-too-long"),
     ],
@@ -136,12 +143,36 @@ def test_pace_multiplies_the_lr_of_the_qk_roles() -> None:
         ("increasing:5", 8, [1.0, 3.0, 5.0]),
         ({"ratio": "increasing:5:steps=4"}, 8, [1.0, 5.0, 5.0]),
         ("increasing:5", None, [1.0, 3.0, 5.0]),  # a time budget
+        ("early:0.25", 10, [0.25, 1.0, 1.0]),
+        ("early:0.25", None, [0.25, 1.0, 1.0]),
+        ("early:4:steps=6", 8, [4.0, 4.0, 1.0]),
     ],
 )
-def test_increasing_pace_is_a_function_of_progress(pace: Any, steps: int | None, ratios: list[float]) -> None:
+def test_pace_schedules_are_functions_of_progress(pace: Any, steps: int | None, ratios: list[float]) -> None:
     multiplier = pace_lr_multipliers(pace, small_model(), steps)["q"]
     assert callable(multiplier)
     assert [multiplier(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx(ratios)
+
+
+@pytest.mark.parametrize(
+    ("layers", "faster"), [("upper", (2, 3, 4)), ("lower", (0, 1)), ([0, 3], (0, 3)), (None, range(5))]
+)
+def test_pace_of_some_layers(layers: Any, faster: Sequence[int]) -> None:
+    model = Decoder(preset("tiny", vocab_size=32, n_layers=5, dim=16, n_heads=2), seed=0)
+    multipliers = pace_lr_multipliers({"ratio": 4, "layers": layers}, model)
+    groups = parameter_groups(model, 0.5, lr_multipliers=multipliers)
+    lrs = {name: group.lr for group in groups for name in group.parameters}
+    assert set(lrs) == {name for name, _ in model.named_parameters()}
+    roles = parameter_roles(model)
+    for name, lr in lrs.items():
+        is_faster = roles[name] in ("q", "k") and int(name.split(".")[1]) in faster
+        assert lr == (2.0 if is_faster else 0.5), name
+
+
+@pytest.mark.parametrize("layers", ["top", [], [0.5], [1], [-1], 0, [True]])
+def test_bad_pace_layers_are_refused(layers: Any) -> None:
+    with raises_code("invalid-pace-layers"):
+        pace_lr_multipliers({"ratio": 4, "layers": layers}, small_model())
 
 
 def test_scheduler_needs_a_qk_group() -> None:

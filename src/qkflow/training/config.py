@@ -81,7 +81,7 @@ class TrainConfig:
     eps: Positive = 1e-8  # AdamW
     momentum: Fraction = 0.95  # Muon
     clip: NonNegative = 1.0  # maximum gradient norm; 0: no clipping
-    pace: float | str | dict[str, Any] | None = None  # learning-rate ratio of QK: 4, increasing:40
+    pace: float | str | dict[str, Any] | None = None  # learning-rate ratio of QK, e.g. 4 or early:0.25
     freeze: tuple[str, ...] = ()  # parameter roles that are not trained, e.g. [slow]
     seed: Seed = 0  # of the init and the batches
     # Compute

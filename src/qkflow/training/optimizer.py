@@ -46,15 +46,15 @@ def parameter_groups(
     roles: Mapping[str, str] | None = None,
     decay: Literal["matrices", "all"] = "matrices",
 ) -> list[ParamGroup]:
-    """Return one group per role and kind (matrix or not) of the trainable parameters.
+    """Return one group per role, kind (matrix or not) and learning rate of the trainable parameters.
 
-    `lr_multipliers` maps a role to its multiple of the learning rate. `roles` replaces the declared roles, by
-    parameter name. `decay="all"` applies weight decay to vectors too. Raise InputError for a role that no
-    parameter has, and for a parameter without a role.
+    `lr_multipliers` maps a role, or the name of a parameter, to its multiple of the learning rate. `roles`
+    replaces the declared roles, by parameter name. `decay="all"` applies weight decay to vectors too. Raise
+    InputError for a role that no parameter has, and for a parameter without a role.
     """
     lr_multipliers = lr_multipliers or {}
     roles = parameter_roles(model) if roles is None else roles
-    for role in lr_multipliers:
+    for role in lr_multipliers.keys() - roles.keys():
         if role not in ROLES:
             raise unknown("role", role, ROLES)
         if role not in roles.values():
@@ -62,16 +62,17 @@ def parameter_groups(
                 f"a learning-rate multiplier is set for the role '{role}', but no parameter has it",
                 code="role-without-parameters",
             )
-    groups: dict[tuple[str, bool], ParamGroup] = {}
+    groups: dict[tuple[str, bool, LRMultiplier], ParamGroup] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         role, is_matrix = roles[name], parameter.dim() >= 2
-        if (role, is_matrix) not in groups:
+        multiplier = lr_multipliers.get(name, lr_multipliers.get(role, 1.0))
+        if (role, is_matrix, multiplier) not in groups:
             rate = weight_decay if is_matrix or decay == "all" else 0.0
-            group = groups[role, is_matrix] = ParamGroup(role, rate, lr, lr_multipliers.get(role, 1.0))
+            group = groups[role, is_matrix, multiplier] = ParamGroup(role, rate, lr, multiplier)
             group.set_lr(lr, 0.0)
-        groups[role, is_matrix].parameters[name] = parameter
+        groups[role, is_matrix, multiplier].parameters[name] = parameter
     check_param_groups(model, list(groups.values()))
     return list(groups.values())
 

@@ -8,6 +8,11 @@ parameters on top of the base schedule (warmup, decay) of all parameters.
 | `20` | 20 |
 | `increasing:40` | 1 + (40 − 1)·s/S, the increasing schedule of Vashisht & Ramaswamy (2026) |
 | `increasing:40:steps=1000` | the same over the first 1,000 steps, then 40 |
+| `early:0.25` | 0.25 over the first fifth of the run, then 1 |
+| `early:0.25:steps=1000` | 0.25 over the first 1,000 steps, then 1 |
+
+`{ratio: RATIO, layers: LAYERS}` limits a ratio to some layers: `upper` or `lower` (half of them), or a list
+of indices from 0. Zhu et al. (2026, arXiv 2605.10504) slow the query-key circuit of upper layers early.
 """
 
 from __future__ import annotations
@@ -23,12 +28,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from qkflow.config_io import unknown_key
 from qkflow.errors import InputError
+from qkflow.models import Decoder
 from qkflow.roles import QK_ROLES, parameter_roles
 from qkflow.training.optimizer import LRMultiplier
 
 BaseSchedule = Callable[[int], float]  # learning-rate factor of every group at a step
 # Steps into which a run with a time budget is divided: its number of optimizer steps is not known in advance.
 TIMED_RUN_STEPS = 1_000_000
+EARLY_SHARE = 0.2  # of the run, for `early` without a number of steps
+
+Layers = str | list[int]  # "upper", "lower" or indices from 0
 
 
 class RatioSchedule(Protocol):
@@ -55,13 +64,25 @@ class IncreasingRatio:
 
     def __post_init__(self) -> None:
         _check_positive(self.final_ratio)
-        if self.steps < 1:
-            raise InputError(
-                f"an increasing ratio needs at least 1 step, not {self.steps}", code="invalid-ratio"
-            )
+        _check_steps(self.steps)
 
     def __call__(self, step: int) -> float:
         return 1 + (self.final_ratio - 1) * min(step / self.steps, 1.0)
+
+
+@dataclass(frozen=True)
+class EarlyRatio:
+    """r(s) = F before step S, then 1."""
+
+    early_ratio: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self.early_ratio)
+        _check_steps(self.steps)
+
+    def __call__(self, step: int) -> float:
+        return self.early_ratio if step < self.steps else 1.0
 
 
 def parse_ratio_schedule(ratio: str | float | RatioSchedule, steps: int) -> RatioSchedule:
@@ -70,28 +91,33 @@ def parse_ratio_schedule(ratio: str | float | RatioSchedule, steps: int) -> Rati
         return _check_ramp_fits(ratio, steps)
     kind, _, rest = str(ratio).partition(":")
     try:
-        if kind != "increasing":
+        if kind not in ("increasing", "early"):
             return ConstantRatio(float(str(ratio)))
         factor, _, option = rest.partition(":")
         name, _, value = option.partition("=")
         if name not in ("", "steps"):
             raise ValueError
+        if kind == "early":
+            default = max(1, round(EARLY_SHARE * steps))
+            return _check_ramp_fits(EarlyRatio(float(factor), int(value) if name else default), steps)
         return _check_ramp_fits(IncreasingRatio(float(factor), int(value) if name else steps), steps)
     except InputError:
         raise
     except ValueError:
         raise InputError(
-            f"'{ratio}' is not a ratio: write a number such as 20, or increasing:FACTOR[:steps=N]",
+            f"'{ratio}' is not a ratio: write a number such as 20, increasing:FACTOR[:steps=N] or "
+            "early:FACTOR[:steps=N]",
             code="invalid-ratio",
         ) from None
 
 
 def check_pace(pace: float | str | Mapping[str, Any], *, in_minutes: bool) -> None:
     """Raise InputError for an invalid `train.pace`; `in_minutes`: the budget of the run is a time."""
-    schedule = parse_ratio_schedule(_ratio_of(pace), TIMED_RUN_STEPS if in_minutes else 2**62)
-    if in_minutes and isinstance(schedule, IncreasingRatio) and schedule.steps != TIMED_RUN_STEPS:
+    ratio, _ = _split_pace(pace)
+    parse_ratio_schedule(ratio, TIMED_RUN_STEPS if in_minutes else 2**62)
+    if in_minutes and "steps=" in str(ratio):
         raise InputError(
-            f"train.pace '{_ratio_of(pace)}' counts steps, but train.minutes sets the budget: leave out "
+            f"train.pace '{ratio}' counts steps, but train.minutes sets the budget: leave out "
             "steps=N, or set train.steps",
             code="pace-needs-steps",
         )
@@ -100,21 +126,25 @@ def check_pace(pace: float | str | Mapping[str, Any], *, in_minutes: bool) -> No
 def pace_lr_multipliers(
     pace: float | str | Mapping[str, Any] | None, model: nn.Module, steps: int | None = None
 ) -> dict[str, LRMultiplier]:
-    """Return the learning-rate multiplier of every query-key role of `model` for `train.pace`.
+    """Return the learning-rate multipliers of `model` for `train.pace`.
 
-    `steps` is the number of steps of the run; None: the run has a time budget.
+    By query-key role, or by parameter name if the pace is limited to some layers. `steps` is the number of
+    steps of the run; None: the run has a time budget.
     """
     if pace is None:
         return {}
+    ratio, layers = _split_pace(pace)
     total = steps or TIMED_RUN_STEPS
-    schedule = parse_ratio_schedule(_ratio_of(pace), total)
+    schedule = parse_ratio_schedule(ratio, total)
 
     def at_progress(progress: float) -> float:
         return schedule(round(progress * total))
 
     multiplier = schedule.ratio if isinstance(schedule, ConstantRatio) else at_progress
-    present = set(parameter_roles(model).values())
-    return {role: multiplier for role in QK_ROLES if role in present}
+    roles = parameter_roles(model)
+    if layers is None:
+        return {role: multiplier for role in QK_ROLES if role in roles.values()}
+    return {name: multiplier for name in _names_in_layers(model, layers) if roles[name] in QK_ROLES}
 
 
 def get_qk_ratio_scheduler(
@@ -144,22 +174,45 @@ def get_qk_ratio_scheduler(
     return LambdaLR(optimizer, [qk_factor if name == "qk" else common for name in names], last_epoch)
 
 
-def _ratio_of(pace: float | str | Mapping[str, Any]) -> float | str:
-    """Return the ratio of `train.pace`, which may be written as `{ratio: 4}`."""
+def _split_pace(pace: float | str | Mapping[str, Any]) -> tuple[float | str, Layers | None]:
+    """Return ratio and layers of `train.pace`, which may be written as `{ratio: 4, layers: upper}`."""
     if not isinstance(pace, Mapping):
-        return pace
+        return pace, None
     for key in pace:
-        if key != "ratio":
-            raise unknown_key("train.pace", str(key), ["ratio"])
-    ratio: float | str = pace.get("ratio", 1.0)
-    return ratio
+        if key not in ("ratio", "layers"):
+            raise unknown_key("train.pace", str(key), ["ratio", "layers"])
+    layers = pace.get("layers")
+    is_list = isinstance(layers, list) and layers and all(type(item) is int for item in layers)
+    if layers not in (None, "upper", "lower") and not is_list:
+        raise InputError(
+            f"the layers of train.pace must be upper, lower or a list such as [0, 1], not {layers!r}",
+            code="invalid-pace-layers",
+        )
+    return pace.get("ratio", 1.0), layers
+
+
+def _names_in_layers(model: nn.Module, layers: Layers) -> list[str]:
+    assert isinstance(model, Decoder)
+    n_layers = len(model.blocks)
+    halves = {"lower": range(n_layers // 2), "upper": range(n_layers // 2, n_layers)}
+    indices = halves[layers] if isinstance(layers, str) else layers
+    for index in indices:
+        if not 0 <= index < n_layers:
+            raise InputError(
+                f"train.pace names layer {index}, but the model has layers 0 to {n_layers - 1}",
+                code="invalid-pace-layers",
+            )
+    prefixes = [f"blocks.{index}" for index in indices]
+    return [
+        name for prefix in prefixes for name, _ in model.get_submodule(prefix).named_parameters(prefix=prefix)
+    ]
 
 
 def _check_ramp_fits(schedule: RatioSchedule, steps: int) -> RatioSchedule:
     needed = getattr(schedule, "steps", 0)
     if needed > steps:
         raise InputError(
-            f"the ratio increases over {needed} steps, but the run has only {steps}",
+            f"the ratio changes over {needed} steps, but the run has only {steps}",
             code="ratio-ramp-too-long",
         )
     return schedule
@@ -170,3 +223,8 @@ def _check_positive(ratio: float) -> None:
         raise InputError(
             f"the ratio of learning rates must be a positive number, not {ratio}", code="invalid-ratio"
         )
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 1:
+        raise InputError(f"a schedule of the ratio needs at least 1 step, not {steps}", code="invalid-ratio")
