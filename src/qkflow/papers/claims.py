@@ -68,6 +68,9 @@ class Results:
             self._comparisons[name] = load_comparison(self._path(name))
         return self._comparisons[name]
 
+    def has(self, name: str) -> bool:
+        return (self.folder / f"{name}.json").is_file()
+
     def output(self, name: str) -> Any:
         """Return the JSON that a command printed with --json."""
         return read_json(self._path(name))
