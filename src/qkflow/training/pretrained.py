@@ -73,6 +73,19 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple
     return model.eval(), tokenizer
 
 
+def load_model_config(path: str | Path) -> ModelConfig:
+    """Return the config of the model of a finished run or of its `model` folder."""
+    config: ModelConfig = _read_model_config(find_model_dir(Path(path)))["model"]
+    return config
+
+
+def load_model_tokenizer(path: str | Path) -> Tokenizer:
+    """Return the tokenizer of a finished run or of its `model` folder."""
+    folder = find_model_dir(Path(path))
+    stored = _read_model_config(folder)
+    return _load_tokenizer(folder / TOKENIZER_NAME, stored["eos_token_id"], stored["bos_token_id"])
+
+
 def trained_seq_len(path: str | Path) -> int | None:
     """Return the number of tokens per window that a model was trained on; None if it is not known."""
     seq_len: int | None = _read_model_config(find_model_dir(Path(path)))["seq_len"]

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from input_errors import raises_code
 from qkflow.cli import main
 from qkflow.studies.pace import PaceStudyConfig, rebuild_pace_study
+from qkflow.studies.pace.dataset import load_task_data
+from qkflow.studies.pace.recipes import get_recipe
 from qkflow.studies.pace.study import plan_runs
+from qkflow.studies.pace.task_model import build_task_model
 from qkflow.studies.runner.study_dir import StudyDir
+from qkflow.training import load_model
 
 
 def test_single_knob_runs_differ_in_the_ratio_alone() -> None:
@@ -59,3 +64,33 @@ def test_command_line_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with raises_code("other-study") as raised:
         main.dispatch([*command, "--steps", "5"])
     assert "steps 4, not 5" in str(raised.value)
+
+
+def test_study_of_a_pretrained_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"the key near the {word} is old" for word in ("cabinets", "door") * 60))
+    model = tmp_path / "model"
+    sizes = ["--set", "model.n_layers=1", "--set", "model.dim=16", "--set", "model.n_heads=2"]
+    data = ["--data", str(text), "--tokenizer", "bpe:300", "--seq-len", "16", "--batch-size", "4"]
+    assert main.dispatch(["train", str(model), *data, *sizes, "--steps", "3"]) == 0
+    out = tmp_path / "study"
+    limits = ["--examples", "64", "--test", "30", "--seeds", "1", "--measured", "5", "--steps", "2"]
+    command = ["pace", "study", "agreement", *limits, "--ratios", "1", "--pretrained", str(model)]
+    assert main.dispatch([*command, "--out", str(out), "--json"]) == 0
+    capsys.readouterr()
+    decoder, tokenizer = load_model(model)
+    (run,) = (out / "runs").iterdir()
+    head = decoder.config.dim * 2 + 2
+    weights = sum(parameter.numel() for parameter in decoder.parameters())
+    assert json.loads((run / "result.json").read_text())["parameters"] == weights + head
+    recipe = StudyDir(out).load()["recipe"]
+    assert (recipe["n_layers"], recipe["dim"], recipe["n_heads"]) == (1, 16, 2)
+    data_file = next(out.glob("data-*.json"))
+    assert load_task_data(data_file).vocab_size == tokenizer.vocab_size
+    started = build_task_model(get_recipe("agreement", False), load_task_data(data_file), 0, model)
+    assert torch.equal(started.decoder.embedding.weight, decoder.embedding.weight)
+    with raises_code("size-of-pretrained"):
+        main.dispatch([*command, "--dim", "8", "--out", str(tmp_path / "other")])
+    with raises_code("model-not-found"):
+        main.dispatch([*command[:-1], str(tmp_path / "absent"), "--out", str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()

@@ -35,6 +35,7 @@ class PaceStudyConfig:
     steps: Annotated[int, Range(1, 10**9)] | None = None  # training steps (default: from --epochs).
     epochs: Annotated[float, Range(above=0, high=10**6)] | None = None  # passes over the training examples.
     batch_size: Size | None = None  # examples per step.
+    pretrained: str | None = None  # run or model folder to start from, with its tokenizer and size.
     n_layers: Annotated[int, Range(1, 10**4)] | None = None  # number of layers.
     dim: Size | None = None  # model dimension; the feed-forward dimension is four times as large.
     n_heads: Size | None = None  # number of attention heads.
@@ -77,6 +78,13 @@ class PaceStudyConfig:
         if self.steps is not None and self.epochs is not None:
             raise InputError("give --steps or --epochs, not both", code="steps-and-epochs")
         check_ranges(self, "")
+        if self.pretrained is not None:
+            for name in ("n_layers", "dim", "n_heads"):
+                if getattr(self, name) is not None:
+                    raise InputError(
+                        f"{_flag(name)} is given by the model of --pretrained: leave it out",
+                        code="size-of-pretrained",
+                    )
         recipe = self.resolve_recipe()
         if recipe.optimizer not in get_args(OptimizerName):
             raise unknown("optimizer", recipe.optimizer, get_args(OptimizerName))
@@ -132,10 +140,13 @@ class PaceRunConfig:
     seq_len: int  # mean tokens per training example
     train: PaceTrainConfig
     as_published: bool  # measure as published
+    pretrained: str | None = None  # model folder that every seed starts from
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of config.yaml, without `ratios`: adding one must not change the other runs."""
+        start = {} if self.pretrained is None else {"pretrained": self.pretrained}
         return {
+            **start,
             "task": self.task,
             "recipe": {**self.recipe.to_dict(), "ratios": []},
             "data": {"file": self.data_file, "seq_len": self.seq_len},
@@ -152,6 +163,7 @@ class PaceRunConfig:
             values["data"]["seq_len"],
             dataclass_from_dict(PaceTrainConfig, values["train"], "train"),
             values["measure"]["published"],
+            values.get("pretrained"),
         )
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from qkflow.data import tasks
 from qkflow.data.tasks.examples import Example, Span, TaskDataset, is_hub_source, token_mask, word_spans
-from qkflow.data.tokenizer import bpe_vocab_size, train_bpe
+from qkflow.data.tokenizer import HuggingFaceTokenizer, bpe_vocab_size, train_bpe
 from qkflow.errors import InputError
 from qkflow.files import write_atomic
 from qkflow.plain_data import MAX_LOG_BYTES, read_json
 from qkflow.studies.pace.config import GENERATED_SOURCE
 from qkflow.studies.pace.recipes import Recipe
+from qkflow.training.pretrained import load_model_tokenizer
 
 UNK_TOKEN_ID = 1  # of word tokenizers; 0 is padding
 TEST_FRACTION = 0.1  # held out of a source without a test split
@@ -121,8 +122,13 @@ class DataLimits:
     window: int = 200  # SQuAD: characters of context on either side of an answer
 
 
-def prepare_task_data(task: str, source: str, recipe: Recipe, limits: DataLimits) -> TaskData:
-    """Load a task, hold out test examples if it has no test split, and encode it."""
+def prepare_task_data(
+    task: str, source: str, recipe: Recipe, limits: DataLimits, pretrained: str | None = None
+) -> TaskData:
+    """Load a task, hold out test examples if it has no test split, and encode it.
+
+    The tokenizer is that of the model folder `pretrained`, or as the recipe says.
+    """
     train, test, issue_counts = _load_train_test(task, source, limits)
     train = _drop_unlabeled(train, issue_counts, "training")
     test = _drop_unlabeled(test, issue_counts, "test")
@@ -140,7 +146,9 @@ def prepare_task_data(task: str, source: str, recipe: Recipe, limits: DataLimits
             f"{source} has a single class ({', '.join(classes)}): a classifier needs at least two",
             code="single-class",
         )
-    tokenizer = _build_tokenizer(recipe.tokenizer, train)
+    tokenizer = (
+        _build_tokenizer(recipe.tokenizer, train) if pretrained is None else _pretrained_tokenizer(pretrained)
+    )
     encoder = _ExampleEncoder(tokenizer, classes, recipe, issue_counts)
     encoded_train, encoded_test = encoder.encode_all(train), encoder.encode_all(unseen)
     issue_counts["test examples without a rationale"] += sum(not each.has_rationale for each in encoded_test)
@@ -234,14 +242,7 @@ def _build_tokenizer(spec: str, train: Sequence[Example]) -> _Tokenizer:
     """Train a BPE tokenizer (`bpe:SIZE`), or collect the words that occur more than once (`words`)."""
     size = bpe_vocab_size(spec)
     if size is not None:
-        bpe = train_bpe((example.text for example in train), size)
-
-        def encode_bpe(text: str) -> tuple[list[int], list[Span]]:
-            encoding = bpe.backend_tokenizer.encode(text, add_special_tokens=False)
-            return encoding.ids, encoding.offsets
-
-        token_texts = [bpe.decode([token]) for token in range(bpe.vocab_size)]
-        return _Tokenizer(encode_bpe, bpe.vocab_size, bpe.eos_token_id, token_texts)
+        return _with_offsets(train_bpe((example.text for example in train), size))
     counts = Counter(
         word for example in train for word in f"{example.text} {example.text_pair or ''}".lower().split()
     )
@@ -253,6 +254,26 @@ def _build_tokenizer(spec: str, train: Sequence[Example]) -> _Tokenizer:
         return [word_ids.get(text[start:end].lower(), UNK_TOKEN_ID) for start, end in spans], spans
 
     return _Tokenizer(encode_words, len(words) + UNK_TOKEN_ID + 1)
+
+
+def _pretrained_tokenizer(folder: str) -> _Tokenizer:
+    tokenizer = load_model_tokenizer(folder)
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise InputError(
+            f"--pretrained {folder} has a tokenizer of bytes, without the offsets that rationales need: "
+            "train a model with --tokenizer bpe:SIZE",
+            code="tokenizer-without-offsets",
+        )
+    return _with_offsets(tokenizer)
+
+
+def _with_offsets(bpe: HuggingFaceTokenizer) -> _Tokenizer:
+    def encode(text: str) -> tuple[list[int], list[Span]]:
+        encoding = bpe.backend_tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    token_texts = [bpe.decode([token]) for token in range(bpe.vocab_size)]
+    return _Tokenizer(encode, bpe.vocab_size, bpe.eos_token_id, token_texts)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from qkflow.config_io import dataclass_from_dict
 from qkflow.data.tasks import TASKS
 from qkflow.errors import unknown
+from qkflow.models import ModelConfig
 
 OptimizerName = Literal["adamw", "sgd"]
 
@@ -62,6 +63,18 @@ class Recipe:
     ks: tuple[float, ...] = (5.0, 10.0, 20.0, 50.0)  # deleted tokens, %
     measured: int = 300  # test examples whose attention is measured
     confounds: Confounds = field(default_factory=Confounds)
+
+    def with_model(self, model: ModelConfig) -> Recipe:
+        """Return the recipe with the size of a pretrained model."""
+        return replace(
+            self,
+            n_layers=model.n_layers,
+            dim=model.dim,
+            n_heads=model.n_heads,
+            head_dim=model.head_dim,
+            hidden_dim=model.resolved_hidden_dim,
+            tokenizer="pretrained",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields but `confounds` as plain data."""

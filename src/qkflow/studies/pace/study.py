@@ -31,6 +31,7 @@ from qkflow.studies.runner.engines import LocalEngine
 from qkflow.studies.runner.execution import execute_runs
 from qkflow.studies.runner.study_dir import StudyDir
 from qkflow.training.pace import parse_ratio_schedule
+from qkflow.training.pretrained import find_model_dir, load_model_config
 
 WORKER_MODULE = "qkflow.studies.pace.worker"
 _EXTENDABLE_FIELDS = ("seeds", "ratios", "confidence")  # may change between two calls on one folder
@@ -51,7 +52,11 @@ def run_pace_study(
     recipe = config.resolve_recipe()
     _check_compatible(config, study_dir)
     limits = dataset.DataLimits(config.as_published, config.examples, config.test, config.window)
-    data = dataset.prepare_task_data(config.task, config.source, recipe, limits)
+    pretrained = None
+    if config.pretrained is not None:
+        pretrained = str(find_model_dir(Path(config.pretrained)).resolve())
+        recipe = recipe.with_model(load_model_config(pretrained))
+    data = dataset.prepare_task_data(config.task, config.source, recipe, limits, pretrained)
     steps = config.steps or max(1, round(recipe.epochs * len(data.train) / recipe.batch_size))
     for ratio in recipe.ratios:
         parse_ratio_schedule(ratio, steps)
@@ -60,7 +65,7 @@ def run_pace_study(
     )
     with study_dir.lock():
         file = dataset.save_task_data(data, study_dir.path)
-        runs = plan_runs(config, recipe, file, data.mean_length, steps)
+        runs = plan_runs(config, recipe, file, data.mean_length, steps, pretrained)
         study_dir.save(
             {
                 "config": config.to_dict(),
@@ -88,7 +93,12 @@ def rebuild_pace_study(folder: str | Path) -> PaceStudyResult:
 
 
 def plan_runs(
-    config: PaceStudyConfig, recipe: Recipe, data_file: str, mean_length: int, steps: int
+    config: PaceStudyConfig,
+    recipe: Recipe,
+    data_file: str,
+    mean_length: int,
+    steps: int,
+    pretrained: str | None = None,
 ) -> list[RunSpec]:
     """Return every ratio with every seed, seed by seed, so that paired differences exist early."""
     runs = []
@@ -96,7 +106,7 @@ def plan_runs(
         for ratio in recipe.ratios:
             train = _train_config(config, recipe, ratio, steps, seed)
             run_config = PaceRunConfig(
-                config.task, recipe, data_file, mean_length, train, config.as_published
+                config.task, recipe, data_file, mean_length, train, config.as_published, pretrained
             )
             tokens = steps * recipe.batch_size * mean_length
             runs.append(RunSpec("pace", f"r={ratio}", seed, recipe.lr, tokens, run_config.to_dict()))

@@ -7,6 +7,7 @@ The model implements the `EmbeddingClassifier` protocol of `qkflow.measures.attr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from qkflow.measures.attention import capture_attention_inputs
 from qkflow.models import Decoder, ModelConfig
 from qkflow.studies.pace.dataset import EncodedExample, TaskData
 from qkflow.studies.pace.recipes import Recipe
+from qkflow.training.pretrained import load_model
 
 MAX_NEW_TOKENS = 16  # per generated answer
 
@@ -118,7 +120,13 @@ def answer_positions(examples: Sequence[EncodedExample]) -> tuple[list[int], lis
     return rows, positions
 
 
-def build_task_model(recipe: Recipe, data: TaskData, seed: int) -> TaskModel:
+def build_task_model(
+    recipe: Recipe, data: TaskData, seed: int, pretrained: str | Path | None = None
+) -> TaskModel:
+    """Build the model of a run; with `pretrained`, from the weights of that model folder."""
+    if pretrained is not None:
+        decoder, _ = load_model(pretrained)
+        return TaskModel(decoder.config, len(data.classes), seed, decoder=decoder.train())
     config = ModelConfig(
         vocab_size=data.vocab_size,
         n_layers=recipe.n_layers,
