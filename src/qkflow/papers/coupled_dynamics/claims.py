@@ -24,8 +24,9 @@ ADAMW_MODERN = "standard{train.lr=0.003}@modern"
 WEAK_DRIFT, WEAK_AFFINE = "drift@fan_in", "affine@fan_in"
 LEAPFROG, SEVEN_STEPS, UNCOUPLED = "leapfrog@fan_in", "euler:n=7@fan_in", "uncoupled@fan_in"
 AFFINE = f"affine{MUON}@modern"
-DIFFERENTIAL, AFFINE_DIFFERENTIAL = (
-    f"{name}{{train.optimizer=muon}}@modern" for name in ("differential", "affine+differential")
+DIFFERENTIAL, AFFINE_DIFFERENTIAL, DIFFERENTIAL_V2, SOFTMAX_NORM = (
+    f"{name}{{train.optimizer=muon}}@modern"
+    for name in ("differential", "affine+differential", "differential_v2", "softmax_norm")
 )
 # Stored studies of other corpora: the same arms at fewer tokens, with the learning rates of WikiText-2.
 CORPORA = {"biomedical": "biomedical sentences", "web": "web text"}

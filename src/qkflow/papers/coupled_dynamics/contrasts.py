@@ -16,11 +16,13 @@ from qkflow.papers.coupled_dynamics.claims import (
     AFFINE,
     AFFINE_DIFFERENTIAL,
     DIFFERENTIAL,
+    DIFFERENTIAL_V2,
     EULER,
     LEAPFROG,
     MUON,
     REFERENCE,
     SEVEN_STEPS,
+    SOFTMAX_NORM,
     STUDY,
     UNCOUPLED,
     WEAK_AFFINE,
@@ -70,6 +72,9 @@ MUON_MODERN = (
     Contrast("symmetric init, a token's score with itself 1", SYMMETRIC, REFERENCE),
     Contrast("nonlinear query, no coupling", f"nonlinear_query{MUON}@modern", REFERENCE),
     Contrast("differential scoring", DIFFERENTIAL, REFERENCE),
+    Contrast("the norm of differential scoring alone", SOFTMAX_NORM, REFERENCE),
+    Contrast("the difference of two softmax maps, added to the norm", DIFFERENTIAL, SOFTMAX_NORM),
+    Contrast("differential scoring, V2", DIFFERENTIAL_V2, REFERENCE),
     Contrast("affine coupling on differential scoring", AFFINE_DIFFERENTIAL, DIFFERENTIAL),
 )
 CONTRASTS = {"AdamW, fan_in": ADAMW_FAN_IN, "Muon, modern": MUON_MODERN}
