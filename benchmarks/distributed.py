@@ -12,6 +12,7 @@ with a bootstrap interval. Memory is counted from the tensors of the local shard
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -59,6 +60,7 @@ class StepTimes(Callback):
 def step_seconds(config: RunConfig, data: TokenSet, context: DistContext, clock: str) -> float:
     """Train and return the median time of a step, of the slowest process."""
     times = StepTimes()
+    gc.collect()  # the model before this one
     with tempfile.TemporaryDirectory() as folder:
         Trainer(Path(folder), config, data, context, times, threading.Event()).train()
     ends = times.wall if clock == "wall" else times.cpu

@@ -29,7 +29,7 @@ COMPARE_FLAGS = {
 }  # fmt: skip
 REPRODUCE_FLAGS = {
     "study", "data", "tokens", "seeds", "stages", "preset", "out", "tokenizer", "seq_len", "batch_size", "lr",
-    "device", "json", "scale", "plan", "markdown",
+    "device", "json", "scale", "plan", "show", "markdown",
     *ExecutionConfig.__dataclass_fields__, *HardwareConfig.__dataclass_fields__,
 }  # fmt: skip
 

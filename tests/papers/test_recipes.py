@@ -216,6 +216,16 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["name"] for row in json.loads(capsys.readouterr().out)["recipes"]} == set(recipe_names())
 
 
+def test_shown_recipe_can_be_edited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch(["reproduce", "coupling-60m", "--show"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(text.replace("preset: 60m", "preset: small"))
+    mine, packaged = load_recipe(str(tmp_path / "mine.yaml")), load_recipe("coupling-60m")
+    assert mine.stage_settings("paper") == {**packaged.stage_settings("paper"), "preset": "small"}
+    folder = Path(__file__).parents[2] / "recipes"  # a link, so that they are found in a clone
+    assert sorted(path.stem for path in folder.glob("*.yaml")) == recipe_names()
+
+
 def test_stage_replaces_scale_replaces_settings() -> None:
     recipe = load_recipe("fast-slow")
     short, long = (recipe.stage_settings("tiny", stage, tokens="1k") for stage in ("short", "long"))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from input_errors import raises_code
 from qkflow.cli import main
@@ -12,7 +14,9 @@ from qkflow.data.corpus_size import measure_corpus
 from qkflow.studies import estimate
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.estimate import MAX_RUNS, check_run_count, vocab_size
+from qkflow.studies.grid import build_grid
 from qkflow.studies.preview import preview
+from qkflow.studies.workload import trained_models
 
 TWELVE_ARMS = (
     "euler{attention.qk_norm=false,true, train.schedule=cosine,wsd},"
@@ -25,6 +29,7 @@ TWELVE_ARMS = (
 def _fixed_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The speed of this machine does not matter."""
     monkeypatch.setattr("qkflow.studies.preview.matmul_flops_per_second", lambda *a: 1e11)
+    monkeypatch.setattr("qkflow.studies.preview.training_utilization", lambda *a: estimate.UTILIZATION)
     monkeypatch.setattr(estimate, "matmul_flops_per_second", lambda *a: 1e11)
 
 
@@ -37,7 +42,8 @@ def test_runs_tokens_and_hours() -> None:
     assert (planned.cells, planned.runs) == (4, 37)
     assert any("at least 27" in note for note in planned.notes)  # 4 cells screened, 3 of them judged
     assert planned.flops == sum(arm.flops for arm in planned.arms)
-    assert planned.hours == pytest.approx(sum(arm.hours for arm in planned.arms))
+    start_up = estimate.STUDY_OVERHEAD_SECONDS / 3600
+    assert planned.hours == pytest.approx(start_up + sum(arm.hours for arm in planned.arms))
     twice = preview(variants="euler", controls="none", inits="gpt2,fan_in", tokens="200k", jobs=1)
     assert 2 < twice.hours / planned.hours < 4  # start-up stays the same, and each job takes all runs
 
@@ -171,6 +177,18 @@ def test_run_count_names_runs_and_hours() -> None:
 def test_matmul_speed_is_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert estimate.matmul_flops_per_second("cpu", seconds=0.0) > 0
+
+
+def test_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many models as train at a time, and without a trace in the state of generators."""
+    monkeypatch.setattr(estimate, "_TIMED_SECONDS", 0.0)
+    grid = build_grid(ComparisonConfig(tokens=1000, seq_len=8, batch_size=2, tokenizer="bytes"))
+    (model, *_) = trained_models(grid)
+    before = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
+    assert estimate.training_utilization(model, 1e6, 1e9, 1, 2) > 0
+    assert (random.getstate(), torch.get_num_threads()) == before[1:]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert estimate.training_utilization(model, 1e9, 1e9, 1, 2) == estimate.UTILIZATION  # steps of seconds
 
 
 def test_vocab_size_of_tokenizers() -> None:

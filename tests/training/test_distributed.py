@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from input_errors import raises_code
-from qkflow.training import RunConfig, train, worker
+from qkflow.training import RunConfig, TrainConfig, train, worker
+from qkflow.training.config import ParallelMode
 from qkflow.training.distributed import DistContext
 from qkflow.training.metrics_log import read_rows_by_kind
 from qkflow.training.muon import newton_schulz_dtype
@@ -79,6 +80,18 @@ def test_grad_norms_and_losses_match_one_process(make_folder: MakeFolder) -> Non
     assert_all_finish(*(job(n, *((folder, {}) for folder in folders[n])) for n in modes))
     for folder in chain.from_iterable(folders.values()):
         assert_equal_curves(folder, one)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
+def test_one_process_wraps_and_shards_nothing(mode: ParallelMode) -> None:
+    """Without a process group: FSDP with one process would gather what it already has."""
+    context, model = DistContext(torch.device("cpu"), mode), torch.nn.Linear(2, 2)
+    context.shard(model, [], TrainConfig())
+    assert context.wrap(model) is model
+    with context.gradient_sync(model, is_last_microbatch=False):
+        model(torch.ones(2)).sum().backward()
+    assert type(model) is torch.nn.Linear
+    assert type(model.weight.data) is torch.Tensor
 
 
 PARTS: dict[str, dict[str, Any]] = {

@@ -129,13 +129,19 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPE_DIR.glob("*.yaml"))
 
 
-def load_recipe(name: str) -> Recipe:
-    """Return a recipe by name, or of a path to a YAML file."""
+def recipe_path(name: str) -> Path:
+    """Return the file of a recipe; `name` may itself be the path of a YAML file."""
     if name.endswith((".yaml", ".yml")):
-        return read_recipe(Path(name))
+        return Path(name)
     if name not in recipe_names():
         raise unknown("recipe", name, recipe_names())
-    return _packaged_recipe(name)
+    return RECIPE_DIR / f"{name}.yaml"
+
+
+def load_recipe(name: str) -> Recipe:
+    """Return a recipe by name, or of a path to a YAML file."""
+    path = recipe_path(name)
+    return _packaged_recipe(path.stem) if path.parent == RECIPE_DIR else read_recipe(path)
 
 
 @cache

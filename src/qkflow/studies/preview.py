@@ -12,10 +12,11 @@ from qkflow.studies.compare import plan_study, read_pilot_sd
 from qkflow.studies.config import AUTO, ComparisonConfig, ExecutionConfig
 from qkflow.studies.estimate import (
     RUN_OVERHEAD_SECONDS,
-    UTILIZATION,
+    STUDY_OVERHEAD_SECONDS,
     default_jobs,
     hours,
     matmul_flops_per_second,
+    training_utilization,
 )
 from qkflow.studies.grid import EVAL_SHARE, Grid
 from qkflow.studies.hardware.plan import model_cost
@@ -59,7 +60,7 @@ class StudyPreview:
     hours: float
     jobs: int
     matmul_flops_per_second: float  # measured, of the threads of one run
-    utilization: float
+    utilization: float  # of training steps, relative to that matmul
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,7 +82,9 @@ def preview(
     jobs = execution.jobs or default_jobs(config.device, threads)
     speed = matmul_flops_per_second(config.device, threads)
     cost = _flops_by_model(grid)
-    tokens = _tokens_by_model(grid, cost, speed, jobs)
+    first = trained_models(grid)[0]
+    utilization = training_utilization(first, cost[first.name], speed, threads, jobs)
+    tokens = _tokens_by_model(grid, cost, utilization * speed, jobs)
     workloads = arm_workloads(grid, cost, tokens)
     arms = tuple(
         ArmPreview(
@@ -91,16 +94,16 @@ def preview(
             arm.tokens,
             arm.runs,
             arm.flops,
-            hours(arm.flops, arm.runs, speed, jobs),
+            hours(arm.flops, arm.runs, speed, jobs, utilization),
         )
         for arm in workloads
     )
     cells = unique_cells(workloads)
     runs, flops = sum(cell.runs for cell in cells), sum(cell.flops for cell in cells)
     notes = (*_notes(grid), *_power_note(grid, read_pilot_sd(config.pilot)))
-    totals = (runs, flops, hours(flops, runs, speed, jobs))
+    total = hours(flops, runs, speed, jobs, utilization) + STUDY_OVERHEAD_SECONDS / 3600
     folder = str(study_dir.path)
-    return StudyPreview(folder, corpus, arms, len(cells), *totals, jobs, speed, UTILIZATION, notes)
+    return StudyPreview(folder, corpus, arms, len(cells), runs, flops, total, jobs, speed, utilization, notes)
 
 
 def _flops_by_model(grid: Grid) -> dict[str, float]:
@@ -114,7 +117,7 @@ def _flops_by_model(grid: Grid) -> dict[str, float]:
 
 
 def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: int) -> dict[str, int]:
-    """Return the tokens of a run by model. Equal time is estimated by equal FLOPs."""
+    """Return the tokens of a run by model, at `speed` in FLOPs per second. Equal time means equal FLOPs."""
     config, scale = grid.config, token_scales(grid, flops_by_model(grid))
     base = config.tokens
     if base is None:
@@ -123,7 +126,7 @@ def _tokens_by_model(grid: Grid, cost: Mapping[str, float], speed: float, jobs: 
             count_runs(grid, cell) * cost[cell.variant.model_name] * scale[cell.variant.model_name]
             for cell in grid.cells
         )
-        base = int(max(0.0, seconds) * UTILIZATION * speed / (per_token * (1 + EVAL_SHARE)))
+        base = int(max(0.0, seconds) * speed / (per_token * (1 + EVAL_SHARE)))
     return {model: round(base * each) for model, each in scale.items()}
 
 

@@ -172,7 +172,12 @@ def test_commands_print_json_and_tables(capsys: pytest.CaptureFixture[str]) -> N
     planned = json.loads(capsys.readouterr().out)
     assert {"weights", "activations", "peak"} <= planned["models"][0]["memory"].keys()
     assert dispatch(["plan", *options, "--usd-per-hour", "3"]) == 0
-    assert "USD" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    usd = 3 * planned["device_hours"]
+    assert f"{usd * 0.4 / 0.5:,.0f} USD; at 25%" in " ".join(printed.split())
+    state = planned["models"][1]["checkpoint_bytes"]
+    assert state == sum(planned["models"][1]["memory"][kind] for kind in ("weights", "optimizer"))
+    assert f"at most {state / 1e9:.3g} GB" in " ".join(printed.split())
     assert dispatch(["plan", "scaling", *options, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["cost"]) == len(DEVICE_COUNTS)
     assert dispatch(["plan", "devices", "--markdown"]) == 0

@@ -111,8 +111,8 @@ def print_preview(planned: StudyPreview, json: bool) -> int:
     console.out.print(table)
     console.out.print(f"corpus: {planned.corpus}", markup=False, highlight=False)
     speed = f"{planned.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
-    basis = f"{planned.jobs} runs at a time, {planned.utilization:.0%} of the measured {speed} of a matmul"
-    console.out.print(f"hours: {basis}", markup=False, highlight=False)
+    basis = f"training steps at {planned.utilization:.0%} of the measured {speed} of a matmul"
+    console.out.print(f"hours: {planned.jobs} runs at a time, {basis}", markup=False, highlight=False)
     for note in planned.notes:
         console.out.print(f"! {note}", markup=False, highlight=False, style="yellow")
     return 0

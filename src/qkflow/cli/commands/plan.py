@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -11,9 +12,10 @@ from qkflow import console
 from qkflow.cli.options import options_from
 from qkflow.studies import ComparisonConfig
 from qkflow.studies.hardware.config import HardwareConfig
-from qkflow.studies.hardware.devices import DEVICES
+from qkflow.studies.hardware.devices import DEVICES, THIS_MACHINE
 from qkflow.studies.hardware.plan import StudyCostPlan, plan_comparison
 from qkflow.studies.hardware.scaling import DEVICE_COUNTS, ScalingPoint, ScalingResult, simulate_scaling
+from qkflow.training.config import TrainConfig
 
 _KINDS = {
     "weights": "weights",
@@ -24,6 +26,7 @@ _KINDS = {
     "temporary": "temp",
     "peak": "peak",
 }
+UTILIZATION_RANGE = (0.5, 0.25)  # tuned, and not tuned: assumptions, as the default is
 _NOT_PLANNED = {"data", "minutes", "device", "finetune_data"}
 _CONFIG_OPTIONS = tuple(name for name in ComparisonConfig.__dataclass_fields__ if name not in _NOT_PLANNED)
 _HARDWARE_OPTIONS = tuple(HardwareConfig.__dataclass_fields__)
@@ -68,9 +71,11 @@ def print_plan(planned: StudyCostPlan) -> None:
     layout = f"{hardware.world_size} × {device.title}"
     if hardware.world_size > 1:
         layout += f", {hardware.parallel}"
+    runs = "1 run" if hardware.runs_at_a_time == 1 else f"{hardware.runs_at_a_time} runs"
+    peak = device.peak_flops(planned.config.precision) / 1e12
     out.print(
-        f"{layout} per run, {hardware.runs_at_a_time} runs at a time, {planned.config.precision}, "
-        f"{device.utilization:.0%} of the peak assumed",
+        f"{layout} per run, {runs} at a time, {planned.config.precision}, {device.utilization:.0%} of "
+        f"{peak:.3g} TFLOP/s assumed",
         markup=False,
         highlight=False,
     )
@@ -80,6 +85,8 @@ def print_plan(planned: StudyCostPlan) -> None:
         out.print(f"  {model.name}: {roles}", markup=False, highlight=False)
     out.print(_memory_table(planned))
     out.print(_arms_table(planned))
+    for sentence in _budget(planned):
+        out.print(sentence, markup=False, highlight=False)
     if planned.power:
         out.print(planned.power, markup=False, highlight=False)
     for note in planned.notes:
@@ -106,7 +113,7 @@ def _models_table(planned: StudyCostPlan) -> Table:
 def _memory_table(planned: StudyCostPlan) -> Table:
     usable = planned.device.usable_memory * planned.device.memory
     title = f"memory per device, GB: the most of each kind, and of all together ({usable / 1e9:.3g} usable)"
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("model", overflow="fold")
     for heading in (*_KINDS.values(), "windows", "most"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -131,9 +138,32 @@ def _arms_table(planned: StudyCostPlan) -> Table:
     total = [str(planned.runs), "", f"{planned.flops:.2g}", _hours(planned.device_hours)]
     cost = [f"{planned.usd:,.0f}"] if planned.usd is not None else []
     table.add_row("total", *total, *cost, style="bold")
-    table.caption = f"{_hours(planned.hours)} hours of wall-clock time with all devices busy"
-    table.caption_justify = "left"
+    if planned.config.verdict:
+        count = planned.config.n_seeds
+        table.caption = f"{planned.arms[0].name}: {count} of its runs measure the noise floor"
+        table.caption_justify = "left"
     return table
+
+
+def _budget(planned: StudyCostPlan) -> Iterator[str]:
+    """Yield what a budget needs besides the table: calendar, range, disk, what is left out."""
+    yield f"{_hours(planned.hours)} hours of wall-clock time with all devices busy"
+    if planned.device.name != THIS_MACHINE:
+        bounds = []
+        for utilization in UTILIZATION_RANGE:
+            factor = planned.factor_at(utilization)
+            usd = "" if planned.usd is None else f", {planned.usd * factor:,.0f} USD"
+            bounds.append(
+                f"at {utilization:.0%} of the peak {_hours(planned.device_hours * factor)} device hours{usd}"
+            )
+        yield "; ".join(bounds)
+    largest = max(planned.models, key=lambda model: model.checkpoint_bytes)
+    kept = TrainConfig().keep_latest_k
+    yield (
+        f"disk: {kept} checkpoints of at most {largest.checkpoint_bytes / 1e9:.3g} GB per run that trains, a "
+        f"model of {4e-9 * sum(largest.parameters.values()):.3g} GB per finished run"
+    )
+    yield "not counted: start-up, compilation, checkpoints, waiting for data, steps lost with a machine"
 
 
 def devices(markdown: bool = False, json: bool = False) -> int:

@@ -13,7 +13,7 @@ from qkflow.cli.commands.compare import print_comparison, print_interrupted
 from qkflow.cli.commands.plan import print_plan
 from qkflow.cli.options import options_from
 from qkflow.papers.planning import RecipePlan, TaskPlan, plan_recipe
-from qkflow.papers.recipe import ControlledTaskConfig, Recipe, load_recipe, recipe_names
+from qkflow.papers.recipe import ControlledTaskConfig, Recipe, load_recipe, recipe_names, recipe_path
 from qkflow.papers.reproduce import reproduce as run_comparisons
 from qkflow.studies import Comparison, ComparisonConfig
 from qkflow.studies.config import ExecutionConfig
@@ -40,6 +40,7 @@ def reproduce(
     study: Annotated[str | None, tyro.conf.Positional] = None,
     scale: str = "tiny",
     plan: bool = False,
+    show: bool = False,
     stages: tuple[str, ...] = (),
     out: Path | None = None,
     markdown: bool = False,
@@ -48,8 +49,8 @@ def reproduce(
     """List the published experiments, or plan, rehearse or run one of them.
 
     Every experiment is a recipe with two scales: `paper`, the published size, and `tiny`, for a laptop. What
-    the papers do not publish (budgets, learning rates) is assumed, and listed with the recipe. A recipe of
-    your own is a YAML file: pass its path.
+    the papers do not publish (budgets, learning rates) is assumed, and listed with the recipe. --show prints
+    the YAML of a recipe: redirect it to a file, edit it, and pass the path of the file.
 
     --plan prints memory, hours and cost on the --hardware, and trains nothing. --device meta builds every
     model without storage, sharded as on many devices, and prints the layout of its checkpoints. The options
@@ -61,13 +62,15 @@ def reproduce(
       qkflow reproduce fast-slow
       qkflow reproduce fast-slow --stages short --data my.txt --out runs/mine
       qkflow reproduce coupling --data wikitext-2
+      qkflow reproduce coupling-60m --show
       qkflow reproduce affine-differential-455m --scale paper --plan --hardware h100 --usd-per-hour 2.5
       qkflow reproduce affine-differential-455m --scale paper --device meta --world-size 8 --parallel fsdp
 
     Args:
-        study: name of a recipe, or path of a YAML file (default: list all).
+        study: name of a recipe, or path of a YAML file, e.g. ./mine.yaml (default: list all).
         scale: tiny or paper.
         plan: print memory, hours and cost, and exit.
+        show: print the recipe as YAML, and exit.
         stages: stages to run of the recipe, e.g. short (default: all).
         out: folder of the study (default: runs/NAME, runs/NAME-paper at the scale of the paper).
         markdown: print the list as Markdown.
@@ -76,6 +79,9 @@ def reproduce(
     if study is None:
         return list_recipes(markdown, json)
     recipe = load_recipe(study)
+    if show:
+        print(recipe_path(study).read_text(encoding="utf-8"), end="")
+        return 0
     hardware = HardwareConfig(**{name: settings.pop(name) for name in _HARDWARE_OPTIONS})
     execution = {name: settings.pop(name) for name in _EXECUTION_OPTIONS}
     stage_names = tuple(name for text in stages for name in text.split(",") if name)

@@ -63,6 +63,7 @@ class ModelPlan:
     communication_bytes: float  # per device and step
     efficiency: float  # computation as a share of the time of a step
     tokens_per_second: float  # of all devices of a run
+    checkpoint_bytes: int  # weights and optimizer state of all devices
 
     @property
     def fits(self) -> bool:
@@ -101,6 +102,10 @@ class StudyCostPlan:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "config": self.config.to_dict()}
+
+    def factor_at(self, utilization: float) -> float:
+        """Return by how much the device hours grow at another utilization, communication left aside."""
+        return self.device.utilization / utilization
 
 
 def plan_comparison(config: ComparisonConfig, hardware: HardwareConfig) -> StudyCostPlan:
@@ -171,6 +176,7 @@ def plan_model(model: TrainedModel, hardware: HardwareConfig, device: Device) ->
     speed = device.utilization * device.peak_flops(train.precision)
     compute = (local * seq_len * cost.flops_per_token + cost.flops_per_update) / speed
     timed = accumulated_step_time(compute, accumulate, units, hardware, device)
+    whole = memory.at(1)
     return ModelPlan(
         model.name,
         cost.parameters,
@@ -184,6 +190,7 @@ def plan_model(model: TrainedModel, hardware: HardwareConfig, device: Device) ->
         timed.sent_bytes,
         timed.efficiency,
         batch_size * seq_len / timed.total,
+        whole.weights + whole.optimizer,
     )
 
 
