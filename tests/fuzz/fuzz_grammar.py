@@ -7,6 +7,7 @@ value means (a model, a corpus, an output) is written here, by the name of the o
 from __future__ import annotations
 
 import inspect
+import json
 import types
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from hypothesis import strategies as st
 
-from fuzz_files import OPERATORS, SCRIPT
+from fuzz_files import OPERATORS, SCRIPT, VALUES
 from fuzz_world import SMALL
 from qkflow.cli.main import COMMANDS, TOP_LEVEL_FLAGS, load_command
 
@@ -281,6 +282,12 @@ def _values(option: Option) -> st.SearchStrategy[str]:
         return st.sampled_from(INTS)
     if option.kind is float:
         return st.sampled_from(FLOATS)
+    if option.name == "set":
+        valued = st.tuples(st.sampled_from(_config_keys()), st.sampled_from(VALUES))
+        assignments = valued.map(lambda drawn: f"{drawn[0]}={json.dumps(drawn[1])[:1000]}")
+        return st.one_of(
+            st.sampled_from(PLACES["set"]), st.sampled_from(HOSTILE_TEXTS), assignments, assignments
+        )
     valid = list(option.choices) or PLACES.get(option.name, ["out"] if option.kind is Path else ["x"])
     return st.one_of(
         st.sampled_from(valid),
@@ -288,6 +295,14 @@ def _values(option: Option) -> st.SearchStrategy[str]:
         st.sampled_from(HOSTILE_TEXTS),
         st.sampled_from(HOSTILE_TEXTS + INTS),
     )
+
+
+@cache
+def _config_keys() -> list[str]:
+    """Return every key of a run's config."""
+    from qkflow.cli.commands.registry import config_rows
+
+    return [str(row["key"]) for row in config_rows()]
 
 
 def cases(files: dict[str, list[str]], *, quick: bool = False) -> st.SearchStrategy[Case]:
