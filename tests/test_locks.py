@@ -70,8 +70,15 @@ def test_abandoned_lock_is_taken_over(age: float, machine: str, tmp_path: Path) 
     assert not path.exists()
 
 
-def test_damaged_owner_file_does_not_lock(tmp_path: Path) -> None:
-    locks.owner_file(tmp_path, ".lock").write_text("{")
+@pytest.mark.parametrize(
+    "owner", ["{", "[" * 100_000, '{"host": "a", "machine": [], "pid": 1, "token": "x"}', None]
+)
+def test_damaged_owner_file_does_not_lock(owner: str | None, tmp_path: Path) -> None:
+    path = locks.owner_file(tmp_path, ".lock")
+    if owner is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(owner)
     with lock_folder(tmp_path):
         pass
 

@@ -111,3 +111,21 @@ def test_files_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(iter_lines(io.BytesIO(b"ab\ncd"), "x")) == [b"ab\n", b"cd"]
     with raises_code("file-too-large"):
         list(iter_lines(io.BytesIO(b"x" * 9), "x"))
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ({"n": 1, "x": 0.5, "files": {"a": {"bytes": 0}}, "more": None}, True),
+        ({"n": 1, "x": -1, "files": {}}, True),
+        ({"n": -1, "x": 1, "files": {}}, False),
+        ({"n": True, "x": 1, "files": {}}, False),
+        ({"n": 1, "x": "1", "files": {}}, False),
+        ({"n": 1, "x": 1, "files": {"a": 3}}, False),
+        ({"n": 1, "x": 1}, False),
+        ([], False),
+    ],
+)
+def test_layout_of_values(value: Any, fits: bool) -> None:
+    layout = {"n": int, "x": float, "files": {str: {"bytes": int}}}
+    assert plain_data.has_layout(value, layout) is fits

@@ -9,7 +9,6 @@ alive until its heartbeat is `STALE_AFTER` seconds old; then its lock may be tak
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import signal
@@ -31,6 +30,7 @@ from qkflow.files import make_folder, write_json
 _NO_LOCKS_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 HEARTBEAT_INTERVAL = 10.0  # seconds
 STALE_AFTER = 60.0
+_MAX_OWNER_BYTES = 1 << 16
 _FIRST_CHECK = 1.0  # two machines that lock at the same moment: the earlier writer finds the other's name
 
 
@@ -50,10 +50,15 @@ class LockOwner:
     @classmethod
     def read(cls, path: Path) -> LockOwner | None:
         """Return the holder that `path` names; None if there is none, or the file is damaged."""
+        from qkflow.plain_data import has_layout, read_json
+
         try:
-            return cls(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):
+            values = read_json(path, _MAX_OWNER_BYTES)
+        except (OSError, InputError):
             return None
+        if not has_layout(values, {"host": str, "machine": str, "pid": int, "token": str}):
+            return None
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
 
 def machine_id() -> str:

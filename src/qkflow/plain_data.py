@@ -142,6 +142,23 @@ def is_number(value: Any, *, or_none: bool = False) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
+def has_layout(value: Any, layout: Any) -> bool:
+    """Return whether values of a file are laid out as a reader expects them. Other keys may be present.
+
+    layout    a type (int: at least 0, float: any number), a dict of keys and their layouts, or {str: layout}
+              for a mapping whose keys are names
+    """
+    if not isinstance(layout, dict):
+        if layout in (int, float):
+            return is_number(value) and (layout is float or (isinstance(value, int) and value >= 0))
+        return isinstance(value, layout)
+    if not isinstance(value, dict):
+        return False
+    if str in layout:
+        return all(has_layout(item, layout[str]) for item in value.values())
+    return all(has_layout(value.get(key), inner) for key, inner in layout.items())
+
+
 def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return f"nested more than {MAX_DEPTH} levels deep"

@@ -80,6 +80,8 @@ def test_learning_rate_follows_the_optimizer() -> None:
     assert add_defaults({}, {})["train"] == {"lr": 0.003}  # a config file without an optimizer
     with raises_code("unknown-train-optimizer"):
         add_defaults({"train": {"optimizer": "sgd"}}, {})
+    with raises_code("unknown-train-optimizer"):
+        add_defaults({"train": {"optimizer": ["muon"]}}, {})  # --set takes any YAML
 
 
 def test_brackets_in_paths_are_not_markup(

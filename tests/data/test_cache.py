@@ -16,7 +16,7 @@ from corpus_files import write_corpus
 from input_errors import raises_code
 from qkflow.data import prepare
 from qkflow.data.cache import default_cache_dir
-from qkflow.data.token_set import open_token_set
+from qkflow.data.token_set import CorruptedTokenSetError, _manifest_checksum, open_token_set
 
 CHILD = """
 import sys
@@ -65,6 +65,25 @@ def test_killed_process_leaves_no_partial_token_set(tmp_path: Path, cache: Path)
     tokens = prepare(str(corpus), "bpe:400")
     assert list((cache / "staging").glob("*")) == []
     assert tokens.fingerprint == prepare(str(corpus), "bpe:400", cache_dir=tmp_path / "fresh").fingerprint
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": 3},
+        {"dtype": "object"},
+        {"tokenizer": {"spec": "bytes", "vocab_size": 300, "end_of_document": 256}},
+        {"splits": {}},
+        {"corpus": None},
+    ],
+)
+def test_manifest_of_a_stranger_is_refused(changes: dict[str, object], corpus: Path) -> None:
+    folder = prepare(str(corpus), "bytes").folder
+    manifest = {**json.loads((folder / "manifest.json").read_bytes()), **changes}
+    del manifest["seal"]  # a checksum that anybody can compute
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"seal": _manifest_checksum(manifest)}))
+    with pytest.raises(CorruptedTokenSetError):
+        open_token_set(folder)
 
 
 def test_two_processes_build_one_token_set(tmp_path: Path, cache: Path) -> None:

@@ -153,6 +153,15 @@ def test_invalid_windows(options: dict[str, int], code: str) -> None:
         TrainWindows(np.arange(10), **{"seq_len": 4, "batch_size": 2, "seed": 0, **options})
 
 
+def test_token_ids_beyond_the_vocabulary_are_refused() -> None:
+    tokens = np.array([0, 1, 2, 3, 9, 1], np.uint16)
+    assert TrainWindows(tokens, 5, 1, 0, vocab_size=10).batch(0).max() == 9
+    with raises_code("corrupt-token-set"):
+        TrainWindows(tokens, 5, 1, 0, vocab_size=9).batch(0)
+    with raises_code("corrupt-token-set"):
+        EvalWindows(tokens, 4, 2, token_bytes=np.ones(9, np.int32))
+
+
 def test_empty_split_cannot_be_evaluated() -> None:
     with raises_code("empty-split"):
         EvalWindows(np.arange(0), 4, 2)

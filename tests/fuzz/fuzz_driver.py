@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ from unittest import mock
 
 from fuzz_files import apply_mutation, copy_item
 from fuzz_grammar import Case
-from fuzz_world import ALWAYS_COPIED
+from fuzz_world import ALWAYS_COPIED, in_process_workers
 
 SECONDS = 20  # a case that takes longer hangs
 EXIT_CODES = {0, 2}
@@ -55,7 +55,7 @@ def run_case(case: Case, world: Path) -> Outcome:
     try:
         _prepare(case, world, place)
         before = set(_paths(place))
-        with _process_state(case, place):
+        with _process_state(case, place), in_process_workers() if case.mutations else nullcontext():
             outcome = _call(case)
         return _check(case, place, before, outcome)
     finally:

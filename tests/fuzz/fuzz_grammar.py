@@ -7,6 +7,7 @@ value means (a model, a corpus, an output) is written here, by the name of the o
 from __future__ import annotations
 
 import inspect
+import json
 import types
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,14 +17,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from hypothesis import strategies as st
 
-from fuzz_files import OPERATORS, SCRIPT
+from fuzz_files import OPERATORS, SCRIPT, VALUES
 from fuzz_world import SMALL
 from qkflow.cli.main import COMMANDS, TOP_LEVEL_FLAGS, load_command
 
-MODELS = ["run", "run-bpe", "run/model", "partial", "exported", "llama", "adapter"]
+MODELS = ["run", "run-bpe", "run/model", "partial", "exported", "llama", "sharded", "adapter"]
 CORPORA = ["text.jsonl", "text.txt", "table.csv#text", "text.parquet", "text.txt.gz", "texts"]
 CORPORA += ["patterns:documents=8,words=20"]
-STUDIES = ["study", "pace", "record.json"]
+STUDIES = ["study", "finished", "pace", "record.json"]
 VARIANTS = ["standard", "euler", "euler{step=0,1}", "leapfrog:n=2", "affine+differential", "drift@gpt2"]
 # Valid values by the name of an option; an option of another name has those of its type.
 PLACES: dict[str, list[str]] = {
@@ -42,6 +43,15 @@ PLACES: dict[str, list[str]] = {
     "study": ["recipe.yaml", "grid.yaml", "coupling", "fast-slow"],
     "config": ["run.yaml", "recipe.yaml"],
     "section": ["model", "train"],
+    "task": ["agreement", "hatexplain", "squad", "sst-2"],
+    "dial": ["coupling", "init"],
+    "results": ["results"],
+    "optimizer": ["adamw", "muon", "sgd"],
+    "match": ["tokens", "time", "flops", "params"],
+    "engine": ["local", "slurm", "ray"],
+    "address": ["127.0.0.1:1"],
+    "slurm_options": ["--time=1:00:00"],
+    "parallel": ["ddp", "fsdp"],
     "generator": ["rates.csv", "rates.json", "rates.npy"],
     "saved": ["calibration.json"],
     "save": ["out/ablation.json"],
@@ -62,16 +72,16 @@ PLACES: dict[str, list[str]] = {
     "pace": ["1", "4", "increasing:2"],
     "set": ["train.clip=0.5", "model.n_kv_heads=1", "model.attention.qk_norm=true", "train.pace=2"],
     "split": ["train", "validation", "all"],
-    "tasks": ["nothing"],
-    "include": ["texts"],
+    "tasks": ["tiny_choice"],
+    "include": ["tasks"],
     "text": ["To be"],
     "prompt": ["To be", ""],
     "kind": ["CACO", "all"],
     "setting": ["FACO"],
     "qk_init": ["identity"],
     "ov_init": ["uniform"],
-    "finetune": ["glue:RTE", "none"],
-    "finetune_data": ["texts"],
+    "finetune": ["glue:sst-2", "none"],
+    "finetune_data": ["tasks"],
     "stages": ["main", "short"],
     "scale": ["tiny", "paper"],
     "hardware": ["h100", "cpu"],
@@ -182,14 +192,26 @@ WEIGHTS = {
     "export": 40,
 }
 DEFAULT_WEIGHT = 30
-SLOW = {"timescale", "calibrate", "bench", "plan", "reproduce", "compare", "claims", "study", "synthetic"}
-# Commands that read files, with the files they are given: an item of the world, or a name of PLACES.
+SLOW = {"timescale theory", "calibrate", "bench", "plan", "plan scaling", "reproduce", "compare", "claims"}
+SLOW |= {"pace study", "pace synthetic"}
+FINISHED = ["--data", "text.jsonl", "--tokenizer", "bytes", "--variants", "euler", "--controls", "none"]
+FINISHED += ["--tokens", "128", "--seq-len", "16", "--batch-size", "4", "--seeds", "3", "--out", "finished"]
+FINISHED += ["--inits", "gpt2"]
+FINISHED += ["--finetune", "glue:sst-2", "--finetune-data", "tasks", "--finetune-epochs", "1"]
+CLAIMS = ["--results", "results"]
+# Commands that read files, with the files they are given: an item of the world, or a name of PLACES. An item
+# after @ is damaged, but not an argument.
 READERS: list[tuple[str, list[str]]] = [
     *[
         ("report", [item])
-        for item in ("study", "study", "study", "pace", "pace", "record.json", "record.json")
+        for item in ("study", "study", "study", "finished", "pace", "pace", "record.json", "record.json")
     ],
-    *[("watch", [item]) for item in ("study", "pace")],
+    *[("watch", [item]) for item in ("study", "finished", "pace")],
+    *[("compare", [*FINISHED, "@finished"]), ("compare", [*FINISHED, "--reuse", "record.json"])],
+    *[("pace study", ["agreement", "@pace"]), ("pace study", ["task", "--data", "tasks"])],
+    *[("eval", ["exported", "--tasks", "tiny_choice", "--include", "tasks"]), ("claims", CLAIMS)],
+    *[(name, ["text.jsonl", "@cache"]) for name in ("data prepare", "data verify", "data describe")],
+    *[("train", ["new", "@cache"]), ("eval", ["run", "@cache"])],
     *[("train", [item]) for item in ("run", "partial", "partial")],
     *[("train", ["new", flag, item]) for flag, item in (("--config", "run.yaml"), ("--data", "data"))],
     *[(name, ["model"]) for name in ("generate", "eval", "probe", "explore")],
@@ -260,6 +282,12 @@ def _values(option: Option) -> st.SearchStrategy[str]:
         return st.sampled_from(INTS)
     if option.kind is float:
         return st.sampled_from(FLOATS)
+    if option.name == "set":
+        valued = st.tuples(st.sampled_from(_config_keys()), st.sampled_from(VALUES))
+        assignments = valued.map(lambda drawn: f"{drawn[0]}={json.dumps(drawn[1])[:1000]}")
+        return st.one_of(
+            st.sampled_from(PLACES["set"]), st.sampled_from(HOSTILE_TEXTS), assignments, assignments
+        )
     valid = list(option.choices) or PLACES.get(option.name, ["out"] if option.kind is Path else ["x"])
     return st.one_of(
         st.sampled_from(valid),
@@ -269,6 +297,14 @@ def _values(option: Option) -> st.SearchStrategy[str]:
     )
 
 
+@cache
+def _config_keys() -> list[str]:
+    """Return every key of a run's config."""
+    from qkflow.cli.commands.registry import config_rows
+
+    return [str(row["key"]) for row in config_rows()]
+
+
 def cases(files: dict[str, list[str]], *, quick: bool = False) -> st.SearchStrategy[Case]:
     """Return invocations: valid ones on damaged files, and hostile ones.
 
@@ -276,7 +312,12 @@ def cases(files: dict[str, list[str]], *, quick: bool = False) -> st.SearchStrat
     quick    leave out the commands that compute for seconds
     """
     drawn = st.one_of(file_cases(files), argument_cases())
-    return drawn.filter(lambda case: not SLOW.intersection(case.argv[:2])) if quick else drawn
+    return drawn.filter(lambda case: not _is_slow(case)) if quick else drawn
+
+
+def _is_slow(case: Case) -> bool:
+    names = {case.argv[0], " ".join(case.argv[:2])}
+    return not names.isdisjoint(SLOW) or "--tasks" in case.argv
 
 
 @st.composite
@@ -285,15 +326,17 @@ def file_cases(draw: st.DrawFn, files: dict[str, list[str]]) -> Case:
     name, items = draw(st.sampled_from(READERS))
     argv, mutations = [*name.split(" ")], []
     for item in items:
-        argv.append(draw(st.sampled_from(PLACES[item])) if item in PLACES else item)
-        found = files.get(argv[-1].partition("#")[0].partition("/")[0], [])
-        if found and not argv[-1].startswith("-"):
+        word = draw(st.sampled_from(PLACES[item])) if item in PLACES else item
+        if not word.startswith("@"):
+            argv.append(word)
+        found = files.get(word.lstrip("@").partition("#")[0].partition("/")[0], [])
+        if found and word not in FINISHED:
             kinds = sorted({Path(file).name for file in found})  # a study has many files of a few kinds
             kind = draw(st.sampled_from(kinds))
             file = draw(st.sampled_from([file for file in found if Path(file).name == kind]))
             operators = ["change_value"] * 3 + sorted(OPERATORS)
             mutations.append((file, draw(st.sampled_from(operators)), draw(st.integers(0, 2**32 - 1))))
-    if name != "train" or "new" in argv:  # a run has its own config
+    if (name != "train" or "new" in argv) and name != "compare":  # a run and FINISHED have their own config
         argv += CHEAP.get(name, "").split()
     if draw(st.booleans()):
         argv.append("--json")

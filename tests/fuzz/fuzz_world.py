@@ -15,12 +15,15 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
+import yaml
+
+from in_process_engine import InProcessEngine
 from made_study import FINAL, write_study
+from qkflow.models.presets import PRESETS, Preset
 from qkflow.studies.config import ComparisonConfig
-from qkflow.studies.runner.study_dir import StudyDir
+from toy_task import write_squad
 from words import WORDS
 
 SHAPE = ("--set", "model.n_layers=1", "--set", "model.dim=16", "--set", "model.n_heads=2")
@@ -38,7 +41,8 @@ def build_world(folder: Path) -> Path:
         _write_studies(folder)
         _write_transformers(folder)
         _write_small_files(folder)
-    shutil.rmtree(folder / "cache")
+        _write_tasks(folder)
+        _write_finished(folder)
     return folder
 
 
@@ -99,19 +103,68 @@ def _write_studies(folder: Path) -> None:
     pace = PaceStudyConfig(
         "agreement", seeds=1, ratios=("1", "10"), steps=1, examples=32, test=12, n_layers=1, dim=16, n_heads=2
     )
-    with mock.patch("qkflow.studies.pace.study.execute_runs", _run_here):
+    with in_process_workers():
         run_pace_study(pace, Path("pace"))
 
 
-def _run_here(title: str, runs: Any, study_dir: StudyDir, engine: Any, jobs: Any) -> None:
-    """Train in this process: starting others would take longer than the training."""
-    from qkflow.studies.pace.config import PaceRunConfig
-    from qkflow.studies.pace.run import train_and_measure
+@contextmanager
+def in_process_workers() -> Iterator[None]:
+    """Let local engines run their workers in this process."""
+    with (
+        mock.patch("qkflow.studies.runner.LocalEngine", InProcessEngine),
+        mock.patch("qkflow.studies.pace.study.LocalEngine", InProcessEngine),
+        mock.patch("qkflow.studies.runner.execution.POLL_INTERVAL", 0.0),
+        mock.patch.dict(PRESETS, tiny=Preset(1, 16, 2, "gelu", 257, "smaller than tiny")),
+    ):
+        yield
 
-    for run in runs:
-        run_dir = study_dir.run_dir(run.id)
-        run_dir.write_config(run.config)
-        train_and_measure(run_dir.path, PaceRunConfig.from_dict(run.config))
+
+def _write_tasks(folder: Path) -> None:
+    """Write every labeled dataset, and a task of the evaluation harness, in the original formats."""
+    tasks = folder / "tasks"
+    (tasks / "SST-2").mkdir(parents=True)
+    for split, size in (("train", 12), ("dev", 6)):
+        rows = [f"{WORDS[n]} {n} {split}\t{n % 2}" for n in range(size)]
+        (tasks / "SST-2" / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    squad = write_squad(tasks)
+    shutil.copy(squad, squad.with_name("train-v1.1.json"))
+    annotator = {"label": "normal", "annotator_id": 1, "target": ["None"]}
+    posts = {
+        str(n): {
+            "post_id": str(n),
+            "post_tokens": [WORDS[n % 5], str(n), "x"],
+            "annotators": [{**annotator, "label": ("normal", "hatespeech")[n % 2]}] * 3,
+            "rationales": [[0, 1, 0]] * 3 if n % 2 else [],
+        }
+        for n in range(12)
+    }
+    names = list(posts)
+    (tasks / "dataset.json").write_text(json.dumps(posts))
+    divisions = {"train": names[:8], "val": names[8:10], "test": names[10:]}
+    (tasks / "post_id_divisions.json").write_text(json.dumps(divisions))
+    question = {"question": "To be", "choices": [" or", " not"], "answer": 1}
+    (tasks / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    harness = {
+        "task": "tiny_choice",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "tasks/questions.jsonl"}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tasks / "tiny_choice.yaml").write_text(yaml.safe_dump(harness))
+
+
+def _write_finished(folder: Path) -> None:
+    """Write a comparison with fine-tuned models that was really run; the same command resumes it."""
+    from fuzz_grammar import FINISHED
+    from qkflow.cli.main import dispatch
+
+    with in_process_workers():
+        assert dispatch(["compare", *FINISHED]) == 0
 
 
 def _write_transformers(folder: Path) -> None:
@@ -125,6 +178,8 @@ def _write_transformers(folder: Path) -> None:
     llama.save_pretrained(folder / "llama")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "exported" / name, folder / "llama" / name)
+    llama.save_pretrained(folder / "sharded", max_shard_size="20KB")
+    shutil.copy(folder / "exported" / "tokenizer.json", folder / "sharded")
     hf.save_adapter(hf.attach(llama, "euler"), folder / "adapter")
 
 
@@ -142,6 +197,7 @@ def _write_small_files(folder: Path) -> None:
     (folder / "rates.json").write_text(json.dumps(rates))
     (folder / "rates.csv").write_text("\n".join(",".join(map(str, row)) for row in rates))
     np.save(folder / "rates.npy", np.array(rates))
+    shutil.copytree(Path(__file__).parents[2] / "docs" / "results", folder / "results")
     (folder / "ablation.json").write_text(json.dumps({"runs": []}))
 
 

@@ -177,6 +177,7 @@ def test_unknown_key_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "'tiny'" in refused("missing-scale", scales={"paper": values["scales"]["paper"]})
     refused("unknown-kind", kind="comparsion")
     refused("not-a-mapping", stages={"main": 3})
+    refused("invalid-token-multiplier", stages={"main": {"token_multiplier": [2]}})
     assert not capsys.readouterr().out
 
 

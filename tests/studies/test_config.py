@@ -85,6 +85,8 @@ def test_parse_lists_and_counts() -> None:
         ({"lr_factors": "x"}, "invalid-lr-factors"),
         ({"schedule": "cosin"}, "unknown-schedule"),
         ({"seeds": "three"}, "invalid-seeds"),
+        ({"seeds": 2.5}, "invalid-seeds"),  # a YAML file has any type
+        ({"lr_factors": 2.5, "seeds": []}, "invalid-seeds"),
         ({"max_seeds": "many"}, "wrong-type"),
     ],
 )

@@ -21,6 +21,7 @@ from qkflow.training.checkpoint import (
     CheckpointManager,
     CorruptCheckpointError,
     DiskFullError,
+    _manifest_checksum,
     load_checkpoint,
 )
 from qkflow.training.distributed import DistContext
@@ -74,9 +75,25 @@ def change_seconds(path: Path) -> None:
     path.write_text(path.read_text().replace("0.2", "0.3"))
 
 
+def seal_with(**changes: object) -> Callable[[Path], None]:
+    """Return a change of the manifest with the checksum that it then needs: strangers can compute it, too."""
+
+    def change(path: Path) -> None:
+        manifest = {**json.loads(path.read_bytes()), **changes}
+        del manifest["checksum"]
+        path.write_text(json.dumps(manifest | {"checksum": _manifest_checksum(manifest)}))
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
+        ("checkpoint.json", seal_with(files=3)),
+        ("checkpoint.json", seal_with(files={"state.safetensors": {"bytes": []}})),
+        ("checkpoint.json", seal_with(step="x")),
+        ("checkpoint.json", seal_with(step=-1)),
+        ("checkpoint.json", seal_with(seconds=None)),
         ("state.safetensors", flip_last_bit),
         ("state.safetensors", lambda path: os.truncate(path, 50)),
         ("state.safetensors", os.remove),

@@ -9,8 +9,10 @@ import numpy as np
 
 from qkflow.data.splits import SPLITS
 from qkflow.data.token_set import TokenSet
+from qkflow.data.windows import check_token_ids
 
 MAX_SAMPLED_TOKENS = 2_000_000  # tokens of the train split that repetition is measured on
+_CHUNK_TOKENS = 1 << 24
 LOOKBACK_TOKENS = 512
 DISTANCES = (8, 32, 128, LOOKBACK_TOKENS)  # upper bounds of the distances that repetition is split by
 TOPIC_PRIOR_TOKENS = tuple(4**i for i in range(2, 10))  # weights of the corpus against a document
@@ -23,6 +25,8 @@ def compute_stats(token_set: TokenSet) -> dict[str, Any]:
         counts = stats["splits"][split]
         counts["tokens_per_byte"] = counts["tokens"] / counts["bytes"] if counts["bytes"] else None
     train = token_set.tokens("train")
+    for start in range(0, len(train), _CHUNK_TOKENS):
+        check_token_ids(train[start : start + _CHUNK_TOKENS], token_set.vocab_size)
     sample = np.asarray(train[:MAX_SAMPLED_TOKENS], np.int64)
     return stats | {
         "unigram_entropy_bits": unigram_entropy(train, token_set.vocab_size),
@@ -42,8 +46,8 @@ def unigram_entropy(tokens: np.ndarray, vocab_size: int) -> float:
 
 def _token_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(tokens), 1 << 24):  # bincount makes an int64 copy of its input
-        counts += np.bincount(tokens[start : start + (1 << 24)], minlength=vocab_size)
+    for start in range(0, len(tokens), _CHUNK_TOKENS):  # bincount makes an int64 copy of its input
+        counts += np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
     return counts
 
 

@@ -23,7 +23,7 @@ from qkflow import files
 from qkflow.data import splits
 from qkflow.data.tokenizer import Tokenizer, tokenizer_from_str
 from qkflow.data.windows import EvalWindows
-from qkflow.plain_data import read_json, read_text
+from qkflow.plain_data import has_layout, read_json, read_text
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -32,6 +32,16 @@ _N_SAMPLED_BLOCKS = 32
 
 
 _EOS_KEY, _CHECKSUM_KEY = "end_of_document", "seal"  # as format 1 of the manifest spells them
+_SPLIT_LAYOUT = {"documents": int, "tokens": int, "bytes": int}
+_MANIFEST_LAYOUT = {
+    "corpus": {"name": str},
+    "fingerprint": str,
+    "tokenizer": {"spec": str, "vocab_size": int, _EOS_KEY: int},
+    "dtype": str,
+    "splits": dict.fromkeys(splits.SPLITS, _SPLIT_LAYOUT),
+    "counted_bytes": dict.fromkeys(splits.SPLITS, int),
+    "files": {str: {"bytes": int, "sha256": str, "sample": str}},
+}
 
 
 class CorruptedTokenSetError(Exception):
@@ -124,6 +134,8 @@ def open_token_set(folder: Path, *, full_check: bool = False) -> TokenSet:
         raise CorruptedTokenSetError(f"{folder / MANIFEST_NAME} is corrupt") from error
     if checksum != _manifest_checksum(manifest) or manifest["format"] != FORMAT_VERSION:
         raise CorruptedTokenSetError(f"{folder / MANIFEST_NAME} is corrupt")
+    if not has_layout(manifest, _MANIFEST_LAYOUT) or not _sizes_agree(manifest):
+        raise CorruptedTokenSetError(f"{folder / MANIFEST_NAME} is corrupt")
     for name, entry in manifest["files"].items():
         path = folder / files.check_file_name(f"{folder / MANIFEST_NAME}: the file", name)
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
@@ -131,6 +143,18 @@ def open_token_set(folder: Path, *, full_check: bool = False) -> TokenSet:
         if _sampled_checksum(path) != entry["sample"] or (full_check and _checksum(path) != entry["sha256"]):
             raise CorruptedTokenSetError(f"{path} is corrupt: its checksum does not match the manifest")
     return TokenSet(folder, manifest)
+
+
+def _sizes_agree(manifest: dict[str, Any]) -> bool:
+    """Return whether the files of a manifest have the sizes that its counts say."""
+    tokenizer, sizes = manifest["tokenizer"], {k: v["bytes"] for k, v in manifest["files"].items()}
+    width = {"<u2": 2, "<u4": 4}.get(manifest["dtype"], 0)
+    expected = {"token_bytes.bin": 4 * tokenizer["vocab_size"]}
+    for split, count in manifest["splits"].items():
+        expected[f"{split}.tokens.bin"] = width * count["tokens"]
+        expected[f"{split}.documents.bin"] = 8 * (count["documents"] + 1)
+    is_complete = "tokenizer.json" in sizes and all(sizes.get(k) == v for k, v in expected.items())
+    return bool(width) and tokenizer[_EOS_KEY] < tokenizer["vocab_size"] and is_complete
 
 
 class TokenSetWriter:

@@ -20,6 +20,19 @@ from qkflow.errors import InputError
 _FEISTEL_ROUNDS = 6  # four give a pseudo-random permutation (Luby & Rackoff 1988)
 
 
+def check_token_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return token ids. Raise InputError for one that the tokenizer lacks: token sets are opened with a check
+    of sampled blocks only, and a damaged block between them would be an index error of the embedding.
+    """
+    if ids.size and (ids.max() >= vocab_size or ids.min() < 0):
+        raise InputError(
+            f"the prepared corpus has the token id {ids.max()}, its tokenizer only {vocab_size} tokens: the "
+            "cache is damaged, and `qkflow data verify` prepares it again",
+            code="corrupt-token-set",
+        )
+    return ids
+
+
 class TrainWindows:
     """Training batches of windows: each window of an epoch once, in a new order per epoch.
 
@@ -39,6 +52,7 @@ class TrainWindows:
         *,
         rank: int = 0,
         world_size: int = 1,
+        vocab_size: int | None = None,
     ) -> None:
         if seq_len < 1 or batch_size < 1:
             raise InputError(
@@ -57,6 +71,7 @@ class TrainWindows:
                 code="batch-not-divisible",
             )
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
+        self._vocab_size = vocab_size
         self._rows = np.arange(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         # One window fewer than fit leaves space for the offset, and gives all epochs the same length.
         self.windows_per_epoch = max(1, (len(tokens) - seq_len) // seq_len)
@@ -80,7 +95,8 @@ class TrainWindows:
 
         Inputs are [:, :-1], targets [:, 1:].
         """
-        return self.tokens[self.starts(step)[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
+        batch = self.tokens[self.starts(step)[:, None] + np.arange(self.seq_len + 1)].astype(np.int64)
+        return batch if self._vocab_size is None else check_token_ids(batch, self._vocab_size)
 
 
 class EvalWindows:
@@ -108,11 +124,16 @@ class EvalWindows:
         n_windows = n_available if max_tokens is None else min(n_available, max(1, max_tokens // seq_len))
         self._starts = np.arange(n_windows) * n_available // n_windows * seq_len
         self.n_targets = int(np.minimum(len(tokens) - self._starts, seq_len).sum())
+        self._token_bytes = token_bytes
         self.n_target_bytes = (
             None
             if token_bytes is None
-            else int(sum(token_bytes[tokens[start : start + seq_len]].sum() for start in self._starts))
+            else int(sum(self._count_bytes(tokens[start : start + seq_len]) for start in self._starts))
         )
+
+    def _count_bytes(self, tokens: np.ndarray) -> int:
+        assert self._token_bytes is not None
+        return int(self._token_bytes[check_token_ids(tokens, len(self._token_bytes))].sum())
 
     def __len__(self) -> int:
         return -(-len(self._starts) // self.batch_size)

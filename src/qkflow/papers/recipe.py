@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from qkflow.config_io import Count, Seed, check_mapping, check_ranges, dataclass_from_dict, parse_count
-from qkflow.errors import InputError, unknown
-from qkflow.plain_data import read_yaml
-from qkflow.studies.config import ComparisonConfig
+from qkflow.errors import InputError, shorten, unknown
+from qkflow.plain_data import is_number, read_yaml
+from qkflow.studies.config import DEFAULT_TOKENS, ComparisonConfig
 from qkflow.studies.pace import PaceStudyConfig
 
 RECIPE_DIR = Path(__file__).with_name("recipes")
@@ -86,8 +86,13 @@ class Recipe:
             key: value for key, value in self.stages.get(stage, {}).items() if key != "token_multiplier"
         }
         multiplier = self.stages.get(stage, {}).get("token_multiplier", 1)
+        if not is_number(multiplier) or multiplier <= 0:
+            raise InputError(
+                f"stage {stage}: token_multiplier must be a positive number, not {shorten(multiplier)}",
+                code="invalid-token-multiplier",
+            )
         if multiplier != 1:
-            values["tokens"] = round(multiplier * parse_count(values["tokens"]))
+            values["tokens"] = round(multiplier * parse_count(values.get("tokens", DEFAULT_TOKENS)))
         return values
 
     def config(

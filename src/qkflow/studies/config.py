@@ -20,7 +20,7 @@ from qkflow.config_io import (
     dataclass_from_dict,
     parse_count,
 )
-from qkflow.errors import InputError, unknown
+from qkflow.errors import InputError, shorten, unknown
 from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
 from qkflow.studies.finetune.config import check_options as check_finetune_options
 from qkflow.studies.grammar import split_outside_braces
@@ -310,21 +310,23 @@ _ENGINE_OPTIONS: dict[str, tuple[EngineName, ...]] = {
 }
 
 
-def split_list(value: str | Iterable[Any]) -> tuple[Any, ...]:
+def split_list(value: Any) -> tuple[Any, ...]:
     """Split `a,b` or `["a", "b{x=1,2}"]` at commas outside braces; `none` is the empty list."""
-    texts = [value] if isinstance(value, str) else [str(item) for item in value]
+    texts = [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
     parts = (item.strip() for text in texts for item in split_outside_braces(text, ","))
     items = tuple(item for item in parts if item)
     return () if items == ("none",) else items
 
 
-def _parse_seeds(value: str | int) -> int | str:
+def _parse_seeds(value: Any) -> int | str:
     if isinstance(value, int) or value == AUTO:
         return value
     try:
-        return int(value[:100])
+        return int(str(value)[:100])
     except ValueError:
-        raise InputError(f"--seeds must be a number or auto, got {value}", code="invalid-seeds") from None
+        raise InputError(
+            f"--seeds must be a number or auto, got {shorten(value)}", code="invalid-seeds"
+        ) from None
 
 
 def _parse_factors(items: Iterable[str]) -> tuple[float, ...]:

@@ -36,15 +36,23 @@ import torch
 from torch import Tensor
 
 from qkflow import files
-from qkflow.errors import InputError
+from qkflow.errors import InputError, shorten
 from qkflow.files import DiskFullError
-from qkflow.plain_data import read_json
+from qkflow.plain_data import has_layout, read_json
 from qkflow.training.distributed import DistContext
 from qkflow.training.tensor_file import write_tensors
 
 CHECKPOINT_FORMAT = 2
 MANIFEST_FILE = "checkpoint.json"
 STATE_FILE = "state.safetensors"
+_MANIFEST_LAYOUT = {
+    "fingerprint": str,
+    "step": int,
+    "seconds": float,
+    "threads": int,
+    "torch": str,
+    "files": {str: {"bytes": int, "sha256": str}},
+}
 RESERVED_DISK_BYTES = 64 << 20  # left free for metrics and the result
 
 MessageHandler = Callable[[str], None]
@@ -203,7 +211,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
         checksum = manifest.pop("checksum")
     except (OSError, ValueError, KeyError, TypeError):
         raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is missing or damaged") from None
-    if checksum != _manifest_checksum(manifest):
+    if checksum != _manifest_checksum(manifest) or not has_layout(manifest, _MANIFEST_LAYOUT):
         raise CorruptCheckpointError(f"{path / MANIFEST_FILE} is damaged: its checksum does not match")
     for name, entry in manifest["files"].items():
         file = path / files.check_file_name(f"{path / MANIFEST_FILE}: the file", name)
@@ -222,19 +230,8 @@ def load_checkpoint(checkpoint: Checkpoint, state_dict: Mapping[str, Tensor]) ->
     single = checkpoint.path / STATE_FILE
     if single.is_file() and not any(hasattr(tensor, "full_tensor") for tensor in state_dict.values()):
         _read_state(single, state_dict)
-        return
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
-    from torch.distributed.checkpoint import load as distributed_load
-
-    reader = HuggingFaceStorageReader(str(checkpoint.path))
-    stored = reader.read_metadata().state_dict_metadata
-    sizes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
-    _check_shapes(checkpoint.path, sizes, _scalars_as_1d(state_dict))
-    distributed_load(
-        dict(_scalars_as_1d(state_dict)),
-        storage_reader=reader,
-        no_dist=not torch.distributed.is_initialized(),
-    )
+    else:
+        _read_sharded_state(checkpoint.path, state_dict)
 
 
 def file_sha256(path: Path) -> str:
@@ -259,15 +256,41 @@ def _write_state(folder: Path, state_dict: Mapping[str, Tensor], dist_context: D
 
 @torch.no_grad()
 def _read_state(path: Path, state_dict: Mapping[str, Tensor]) -> None:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        tensors = _scalars_as_1d(state_dict)
-        sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        _check_shapes(path, sizes, tensors)
-        for name, tensor in tensors.items():
-            # Copied instead of memory-mapped: the rounding of CPU kernels depends on alignment.
-            tensor.copy_(file.get_tensor(name))
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = _scalars_as_1d(state_dict)
+            sizes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            _check_shapes(path, sizes, tensors)
+            for name, tensor in tensors.items():
+                # Copied instead of memory-mapped: the rounding of CPU kernels depends on alignment.
+                tensor.copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        raise _unreadable(path, error) from None
+
+
+def _read_sharded_state(folder: Path, state_dict: Mapping[str, Tensor]) -> None:
+    from safetensors import SafetensorError
+    from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+    from torch.distributed.checkpoint import load as distributed_load
+
+    try:
+        reader = HuggingFaceStorageReader(str(folder))
+        stored = reader.read_metadata().state_dict_metadata
+        sizes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+        _check_shapes(folder, sizes, _scalars_as_1d(state_dict))
+        distributed_load(
+            dict(_scalars_as_1d(state_dict)),
+            storage_reader=reader,
+            no_dist=not torch.distributed.is_initialized(),
+        )
+    except (SafetensorError, CheckpointException, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(path: Path, error: BaseException) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{path} cannot be read ({shorten(' '.join(str(error).split()))})")
 
 
 def _check_shapes(path: Path, sizes: Mapping[str, tuple[int, ...]], state_dict: Mapping[str, Tensor]) -> None:

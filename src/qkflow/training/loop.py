@@ -121,6 +121,7 @@ class Trainer:
             train.seed,
             rank=dist_context.rank,
             world_size=dist_context.world_size,
+            vocab_size=data.vocab_size,
         )
         if train.batch_size % (train.accumulate * dist_context.world_size):
             raise InputError(

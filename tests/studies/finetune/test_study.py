@@ -5,61 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
+from in_process_engine import InProcessEngine
 from input_errors import raises_code
 from qkflow.cli.main import dispatch, main
 from qkflow.models.presets import PRESETS, Preset
 from qkflow.report import write_outputs
 from qkflow.studies import Comparison, StudySummary, compare, load_comparison
-from qkflow.studies.finetune import worker as finetune_worker
-from qkflow.studies.finetune.study import WORKER_MODULE
 from qkflow.studies.runner import engines
-from qkflow.training import worker as training_worker
 from qkflow.training.run_dir import read_result
 
 FINETUNE = {"finetune": "glue:sst-2", "finetune_epochs": 8, "finetune_lr": 1e-2}
-
-
-class InProcessEngine(engines.LocalEngine):
-    """Runs each worker in this process: starting Python takes longer than the training."""
-
-    started: ClassVar[list[str]] = []
-
-    sentinel = None
-
-    def __init__(
-        self,
-        command: Sequence[str] | None = None,
-        threads: int = 1,
-        device: str = "auto",
-        *,
-        module: str = "",
-        processes: int = 1,
-    ) -> None:
-        self.is_finetuning = module == WORKER_MODULE
-
-    def default_jobs(self) -> int:
-        return 1
-
-    def start(self, folder: Path, slot: int) -> InProcessEngine:
-        self.started.append(folder.name)
-        if self.is_finetuning:
-            self.code = finetune_worker.main(folder)
-        else:
-            self.code = training_worker.main([str(folder), "--threads", "1"])
-        return self
-
-    def poll(self) -> int:
-        return self.code
-
-    def stop(self) -> None: ...
-    def kill(self) -> None: ...
-    def close(self) -> None: ...
 
 
 @pytest.fixture

@@ -26,8 +26,14 @@ def test_rationales_are_token_masks_and_test_examples_unseen(agreement: TaskData
 
 def test_saved_data_round_trips(agreement: TaskData, tmp_path: Path) -> None:
     name = dataset.save_task_data(agreement, tmp_path)
-    assert dataset.load_task_data(tmp_path / name) == agreement
-    assert dataset.save_task_data(agreement, tmp_path) == name
+    assert dataset.load_task_data(tmp_path, name) == agreement
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-9])
+    with raises_code("corrupt-task-data"):
+        dataset.load_task_data(tmp_path, name)
+    with raises_code("unsafe-name"):
+        dataset.load_task_data(tmp_path / "runs", f"../{name}")
+    assert dataset.save_task_data(agreement, tmp_path) == name  # written again
+    assert dataset.load_task_data(tmp_path, name) == agreement
 
 
 def test_squad_rationale_covers_the_answer(squad: TaskData) -> None:

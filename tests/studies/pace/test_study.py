@@ -86,8 +86,8 @@ def test_study_of_a_pretrained_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     recipe = StudyDir(out).load()["recipe"]
     assert (recipe["n_layers"], recipe["dim"], recipe["n_heads"]) == (1, 16, 2)
     data_file = next(out.glob("data-*.json"))
-    assert load_task_data(data_file).vocab_size == tokenizer.vocab_size
-    started = build_task_model(get_recipe("agreement", False), load_task_data(data_file), 0, model)
+    assert load_task_data(out, data_file.name).vocab_size == tokenizer.vocab_size
+    started = build_task_model(get_recipe("agreement", False), load_task_data(out, data_file.name), 0, model)
     assert torch.equal(started.decoder.embedding.weight, decoder.embedding.weight)
     with raises_code("size-of-pretrained"):
         main.dispatch([*command, "--dim", "8", "--out", str(tmp_path / "other")])

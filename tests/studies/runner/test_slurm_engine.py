@@ -137,6 +137,12 @@ def test_jobs_in_the_queue_are_found_again(slurm: Path, tmp_path: Path) -> None:
     assert run.poll() == 0
 
 
+@pytest.mark.parametrize("job", ["--me", "9_0 8", "", 1.5, None, ["9"]])
+def test_only_the_id_of_a_job_is_read(job: object, tmp_path: Path) -> None:
+    (tmp_path / "slurm.json").write_text(json.dumps({"job": job}))
+    assert slurm_engine._read_job(tmp_path) is None
+
+
 def test_cancelled_job_is_lost(slurm: Path, tmp_path: Path) -> None:
     import time
 

@@ -91,11 +91,11 @@ def _validation_windows(model: Path, corpus: str, windows: int, seq_len: int) ->
     """Return token ids (windows, seq_len) of the validation split."""
     import torch
 
-    from qkflow.data import EvalWindows, prepare
+    from qkflow.data import prepare
     from qkflow.training.pretrained import tokenizer_spec
 
-    tokens = prepare(corpus, tokenizer_spec(model)).tokens("validation")
-    inputs, _ = next(iter(EvalWindows(tokens, seq_len, windows, windows * seq_len)))
+    token_set = prepare(corpus, tokenizer_spec(model))
+    inputs, _ = next(iter(token_set.eval_windows("validation", seq_len, windows, windows * seq_len)))
     return torch.from_numpy(inputs)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from qkflow import console
+from qkflow.config_io import check_mapping
 from qkflow.errors import InputError, unknown
 from qkflow.plain_data import parse_yaml, read_yaml
 from qkflow.training import Callback, Trainer
@@ -151,8 +152,9 @@ def resolve_config(folder: Path, overrides: dict[str, Any]) -> RunConfig | None:
 def add_defaults(values: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a new run: `recipe` updated with `values`, and the optimizer's default rate."""
     merged = _deep_merge(recipe, values)
-    optimizer = (merged.get("train") or {}).get("optimizer", TrainConfig.optimizer)
-    if optimizer not in DEFAULT_LR:
+    train = check_mapping(merged.get("train") or {}, "train")
+    optimizer = train.get("optimizer", TrainConfig.optimizer)
+    if not isinstance(optimizer, str) or optimizer not in DEFAULT_LR:
         raise unknown("train.optimizer", str(optimizer), DEFAULT_LR)
     return _deep_merge({"train": {"lr": DEFAULT_LR[optimizer]}}, merged)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from qkflow.attention.init import InitScheme, ParamSampler
-from qkflow.files import write_json
+from qkflow.files import check_file_name, write_json
 from qkflow.models import Decoder
 from qkflow.studies.finetune.config import FinetuneRunConfig, FinetuneTrainConfig
 from qkflow.studies.finetune.metrics import score
@@ -35,9 +35,9 @@ HEAD_STREAM = "finetune"  # name of the random stream of the head
 
 def finetune_and_score(folder: Path, config: FinetuneRunConfig) -> dict[str, Any]:
     """Fine-tune and score the run of a folder, from its config to its result.json."""
-    data = load_task_data(folder.parent.parent / config.data_file)
+    data = load_task_data(folder.parent.parent, config.data_file)
     device = resolve_device(config.train.device)
-    decoder, _ = load_model(folder.parent / config.pretrained, device=device)
+    decoder, _ = load_model(folder.parent / check_file_name("pretrained", config.pretrained), device=device)
     model = build_classifier(decoder, len(data.classes), config.train.seed).to(device)
     start = time.perf_counter()
     log = MetricsLog(folder, resume_step=0)  # a run is short: interrupted, it is trained again from step 0

@@ -15,8 +15,8 @@ from qkflow.data import tasks
 from qkflow.data.tasks.examples import Example, Span, TaskDataset, is_hub_source, token_mask, word_spans
 from qkflow.data.tokenizer import HuggingFaceTokenizer, bpe_vocab_size, train_bpe
 from qkflow.errors import InputError
-from qkflow.files import write_atomic
-from qkflow.plain_data import MAX_LOG_BYTES, read_json
+from qkflow.files import check_file_name, write_atomic
+from qkflow.plain_data import MAX_LOG_BYTES, parse_json, read_bytes
 from qkflow.studies.pace.config import GENERATED_SOURCE
 from qkflow.studies.pace.recipes import Recipe
 from qkflow.training.pretrained import load_model_tokenizer
@@ -96,17 +96,29 @@ def _from_row(row: list[Any]) -> EncodedExample:
     return EncodedExample(name, ids, label, answer_ids, masks, reference_answers)
 
 
+def _data_file_name(content: bytes) -> str:
+    return f"data-{hashlib.sha256(content).hexdigest()[:12]}.json"
+
+
 def save_task_data(data: TaskData, folder: Path) -> str:
     """Write the data unless it exists. Return the file name, which contains a hash of the content."""
     content = data.dump()
-    name = f"data-{hashlib.sha256(content).hexdigest()[:12]}.json"
-    if not (folder / name).is_file():
-        write_atomic(folder / name, content)
+    name = _data_file_name(content)
+    path = folder / name
+    if not path.is_file() or _data_file_name(read_bytes(path, MAX_LOG_BYTES)) != name:  # missing or damaged
+        write_atomic(path, content)
     return name
 
 
-def load_task_data(path: Path) -> TaskData:
-    values = read_json(path, MAX_LOG_BYTES)
+def load_task_data(folder: Path, name: str) -> TaskData:
+    """Read what `save_task_data` wrote. Raise InputError if the file does not have the hash of its name."""
+    path = folder / check_file_name("data.file", name)
+    content = read_bytes(path, MAX_LOG_BYTES)
+    if _data_file_name(content) != name:
+        raise InputError(
+            f"{path} is damaged: the command that began the study writes it again", code="corrupt-task-data"
+        )
+    values = parse_json(content, str(path))
     for name in ("train", "test"):
         values[name] = [_from_row(row) for row in values[name]]
     return TaskData(**values)

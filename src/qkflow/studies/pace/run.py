@@ -37,7 +37,7 @@ LENGTH_BUCKET_BATCHES = 32  # batches whose examples are sorted by length togeth
 
 def train_and_measure(folder: Path, config: PaceRunConfig) -> RunResult:
     """Train and measure the run of a folder, from its config to its result.json."""
-    data = load_task_data(folder.parent.parent / config.data_file)
+    data = load_task_data(folder.parent.parent, config.data_file)
     model = build_task_model(config.recipe, data, config.train.seed, config.pretrained)
     start = time.perf_counter()
     log = MetricsLog(folder, resume_step=0)  # a run is short: interrupted, it is trained again from step 0

@@ -10,8 +10,8 @@ in the queue by `slurm.json` in the run's folder, and submits the rest.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from qkflow.errors import InputError
 from qkflow.files import write_atomic, write_json
+from qkflow.plain_data import read_json
 from qkflow.studies.config import ExecutionConfig
 from qkflow.studies.runner.engines import (
     WORKER_LOST,
@@ -34,6 +35,7 @@ from qkflow.studies.runner.study_dir import LOG_FILE
 from qkflow.training.run_dir import EXIT_INTERRUPTED
 
 JOB_FILE = "slurm.json"  # in the folder of a run: its job
+MAX_JOB_BYTES = 1 << 16
 EXIT_CODE_FILE = ".slurm-exit-code"
 SCRIPT_DIR = "slurm"  # in the folder of the study
 MAX_ARRAY_SIZE = 1000  # SLURM's default limit is 1001
@@ -206,10 +208,12 @@ class _SlurmRun:
 
 
 def _read_job(folder: Path) -> str | None:
+    """Return the job of a run; None if no job has such an id, which becomes an argument of programs."""
     try:
-        return str(json.loads((folder / JOB_FILE).read_bytes())["job"])
-    except (OSError, ValueError, KeyError, TypeError):
+        job = read_json(folder / JOB_FILE, MAX_JOB_BYTES)["job"]
+    except (OSError, InputError, KeyError, TypeError):
         return None
+    return str(job) if re.fullmatch(r"[0-9]{1,18}(_[0-9]{1,18})?", str(job)) else None
 
 
 def _sbatch(script: Path) -> str:
