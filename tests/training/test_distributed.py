@@ -83,7 +83,7 @@ def test_grad_norms_and_losses_match_one_process(make_folder: MakeFolder) -> Non
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "hsdp"])
-def test_one_process_wraps_and_shards_nothing(mode: ParallelMode) -> None:
+def test_one_process_is_not_wrapped(mode: ParallelMode) -> None:
     """Without a process group: FSDP with one process would gather what it already has."""
     context, model = DistContext(torch.device("cpu"), mode), torch.nn.Linear(2, 2)
     context.shard(model, [], TrainConfig())

@@ -5,7 +5,7 @@ fsdp  weights, gradients and optimizer state are sharded over all processes (FSD
 hsdp  sharded over the processes of one machine, replicated over machines (FSDP2 on a two-dimensional mesh)
 
 `train.batch_size` is the batch of all processes together, so the same config gives the same run for any
-number of processes. With one process no mode wraps or shards anything.
+number of processes. With one process no mode wraps the model.
 """
 
 from __future__ import annotations
