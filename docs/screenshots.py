@@ -132,7 +132,7 @@ def main(work: Path = Path("runs/screenshots"), chromium: Path | None = None) ->
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=BROWSER_ARGS)
         report = (study / "report.html").resolve().as_uri()
-        take(browser, Shot("report", report))
+        take(browser, Shot("report", report, height=840))
         with explorer(models) as url:
             take(browser, Shot("explorer", url, height=1080, act=find_induction_head))
         browser.close()

@@ -84,7 +84,7 @@ def test_hovering_a_token_shows_both_directions(watched: Watched) -> None:
 
 def test_hovering_the_map_names_the_weight(watched: Watched) -> None:
     page = watched.page
-    page.hover("#maps canvas.base >> nth=0", position={"x": 150, "y": 300})
+    page.hover("#maps canvas.base >> nth=0", position={"x": 110, "y": 220})
     assert "looks at" in page.inner_text("#readout")
     page.mouse.move(0, 0)
     assert page.inner_text("#readout") == ""
