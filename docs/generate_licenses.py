@@ -1,6 +1,6 @@
 """Rewrite docs/licenses.md from the metadata of the installed packages: `make tables`.
 
-The extras `ray`, `trackio` and `wandb` are left out: the environment of the tests does not have them.
+The extras `ray`, `trackio` and `wandb` are left out.
 """
 
 from __future__ import annotations

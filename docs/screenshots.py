@@ -37,20 +37,11 @@ STUDY = [
 ]
 # The models of "Find an induction head" in docs/explorer.md.
 INITS = {"symmetric": "modern+symmetric=1", "standard": "modern"}
+WORDS = "fo bo ga ba bu fi di fa be bi da do fe fu de du"  # of the corpus `names`
 MODEL = [
     *("--data", "names", "--tokenizer", "bpe:300", "--seq-len", "64", "--batch-size", "32"),
-    *(
-        "--tokens",
-        "2M",
-        "--lr",
-        "0.02",
-        "--schedule",
-        "wsd",
-        "--set",
-        "model.n_layers=2",
-        "--set",
-        "model.dim=64",
-    ),
+    *("--tokens", "1M", "--lr", "0.02", "--schedule", "wsd"),
+    *("--set", "model.n_layers=2", "--set", "model.dim=64"),
     *("--set", "model.n_heads=2", "--set", "model.hidden_dim=64"),
 ]
 
@@ -80,12 +71,16 @@ def train(study: Path, models: list[Path]) -> None:
 
 
 def find_induction_head(page: Any) -> None:
-    """Repeat random words, sort by induction, open the first head."""
+    """Repeat words, sort by induction, open the first head, point at a word of the second half."""
     page.wait_for_selector("body[data-state=ready]")
-    page.click("#random")
-    page.wait_for_timeout(2000)  # the view of the text before is ready too
+    count = len(WORDS.split())
+    page.fill("#text", f"{WORDS} {WORDS}")
+    page.click("#run")
+    page.wait_for_selector(f"#tokens button:nth-child({2 * count + 1})")
     page.select_option("#sort", "induction")
     page.click("#grid button >> nth=0")
+    page.click(f"#tokens button:nth-child({count + 6})")
+    page.mouse.move(0, 0)
 
 
 @contextmanager
@@ -137,9 +132,9 @@ def main(work: Path = Path("runs/screenshots"), chromium: Path | None = None) ->
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=BROWSER_ARGS)
         report = (study / "report.html").resolve().as_uri()
-        take(browser, Shot("report", report))
+        take(browser, Shot("report", report, height=840))
         with explorer(models) as url:
-            take(browser, Shot("explorer", url, height=1180, act=find_induction_head))
+            take(browser, Shot("explorer", url, height=1080, act=find_induction_head))
         browser.close()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from browser import CHROMIUM, axe_violations, chromium, watch_page  # noqa: F401 - a fixture
 from built_site import broken_links, external_resources, read_site
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,7 @@ def build(generator: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("generator", ["mkdocs", "zensical"])
-def test_site(generator: str, tmp_path: Path) -> None:
+def test_site(generator: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """One test for each generator, so that no process builds a site twice."""
     site = build(generator, tmp_path)
     pages = read_site(site)
@@ -48,6 +49,18 @@ def test_site(generator: str, tmp_path: Path) -> None:
     check_origins(site)
     check_files(site)
     check_content(site)
+    if generator == "zensical" and CHROMIUM is not None:  # the one of `make docs`
+        check_accessibility(site, request.getfixturevalue("chromium"))
+
+
+def check_accessibility(site: Path, browser: Any) -> None:
+    """Navigation, a table that scrolls and the labels of the API have no violation, in light and dark."""
+    for name in ("couplings", "api/attention"):
+        for scheme in ("light", "dark"):
+            with watch_page(browser, "file://", color_scheme=scheme) as watched:
+                watched.page.goto((site / f"{name}.html").as_uri())
+                watched.page.wait_for_selector(".md-typeset__scrollwrap")
+                assert not axe_violations(watched.page), (name, scheme)
 
 
 def check_origins(site: Path) -> None:

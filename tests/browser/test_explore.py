@@ -84,7 +84,7 @@ def test_hovering_a_token_shows_both_directions(watched: Watched) -> None:
 
 def test_hovering_the_map_names_the_weight(watched: Watched) -> None:
     page = watched.page
-    page.hover("#maps canvas.base >> nth=0", position={"x": 150, "y": 300})
+    page.hover("#maps canvas.base >> nth=0", position={"x": 110, "y": 220})
     assert "looks at" in page.inner_text("#readout")
     page.mouse.move(0, 0)
     assert page.inner_text("#readout") == ""
@@ -121,9 +121,16 @@ def test_difference_of_two_models(watched: Watched) -> None:
     page.select_option("#show", "difference")
     assert "show=difference" in hash_of(page)
     page.hover("#tokens button:nth-child(9)")
-    assert re.search(r"-0\.\d|−0\.\d", page.inner_text("#readout"))  # differences may be negative
-    page.select_option("#show", "1")
-    assert "Δ" in page.inner_text("#measures")
+    assert re.search(r"−0\.\d", page.inner_text("#readout"))  # differences may be negative
+    page.select_option("#sort", "entropy")
+    labels = page.locator("#grid button").all_inner_texts()
+    sizes = [abs(float(label.split()[-1].replace("−", "-"))) for label in labels]
+    assert sizes == sorted(sizes, reverse=True)  # what changed most comes first
+    rows = page.locator("#measures tr").all_inner_texts()
+    assert [row.split("\t")[0] for row in rows] == ["", "standard", "coupled", "coupled − standard"]
+    assert "Δ" in rows[0]
+    first, second, difference = (float(row.split("\t")[1].replace("−", "-")) for row in rows[1:])
+    assert difference == pytest.approx(second - first, abs=0.011)  # of rounded numbers
 
 
 def test_zoom(watched: Watched) -> None:
@@ -316,6 +323,9 @@ def test_pictures_are_saved(watched: Watched, kind: str) -> None:
 
 
 def test_saved_page_works_offline(watched: Watched, chromium: Any, tmp_path: Path) -> None:
+    watched.page.click("#ablate")
+    watched.page.wait_for_selector("#restore:not([hidden])")
+    wait(watched.page)
     with watched.page.expect_download() as saved:
         watched.page.click("#export-html")
     path = tmp_path / "attention.html"
@@ -325,6 +335,10 @@ def test_saved_page_works_offline(watched: Watched, chromium: Any, tmp_path: Pat
         page.goto(path.as_uri())
         wait(page)
         assert page.locator("#grid button").count() == 8
+        assert page.inner_text("#ablate") == "Head is off"
+        assert page.is_disabled("#ablate")
+        assert page.is_hidden("#restore")
+        assert page.inner_text("#effect").count("with all heads") == 2
         page.hover("#tokens button:nth-child(6)")
         assert "(5) looks at" in page.inner_text("#readout")
         page.click("#grid button[data-layer='1'][data-head='1']")

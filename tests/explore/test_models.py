@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from explored import TEXT, save_small_model
+from explored import TEXT, save_small_model, small_decoder
 from families import FAMILIES
 from input_errors import raises_code
 from qkflow import hf
@@ -20,6 +20,9 @@ from qkflow.explore.decoder_model import DecoderModel
 from qkflow.explore.models import open_model
 from qkflow.explore.rationale import explain
 from qkflow.hf.pretrained import to_fast_tokenizer
+from qkflow.training.checkpoint import CheckpointManager
+from qkflow.training.config import RunConfig
+from qkflow.training.distributed import DistContext
 
 CLASSIFIER_SIZES: dict[str, Any] = {"vocab_size": 300, "num_labels": 3, "pad_token_id": 256}
 
@@ -120,6 +123,33 @@ def test_run_and_exported_folder_show_the_same(tmp_path: Path) -> None:
     captures = [model.capture(TEXT) for model in opened]
     assert captures[0].ids == captures[2].ids
     torch.testing.assert_close(captures[0].losses, captures[2].losses)
+
+
+def test_checkpoints_open_beside_one_another(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(f"{TEXT}\n\n" * 200)
+    run = tmp_path / "run"
+    run.mkdir()
+    decoders = [small_decoder(seed=seed) for seed in (0, 1)]
+    model = decoders[0].config.to_dict()
+    config = RunConfig.from_dict(
+        {"model": model, "data": {"corpus": str(tmp_path / "text.txt"), "tokenizer": "bytes"}}
+    )
+    (run / "config.yaml").write_text(config.to_yaml())
+    manager = CheckpointManager(
+        run / "checkpoints", "config", 2, DistContext(torch.device("cpu")), lambda message: None
+    )
+    for step, decoder in zip((400, 800), decoders, strict=True):
+        weights = {f"model.{name}": tensor for name, tensor in decoder.state_dict().items()}
+        manager.save(step, weights, {"seconds": 1.0, "threads": 1, "torch": "2"})
+    folders = sorted((run / "checkpoints").iterdir())
+    opened = [open_model(folders[0]), open_model(folders[1]), open_model(run)]
+    assert [model.name for model in opened] == ["run, step 400", "run, step 800", "run, step 800"]
+    expected = DecoderModel("expected", decoders[0], ByteTokenizer()).capture(TEXT)
+    assert opened[0].capture(TEXT).losses == expected.losses
+    assert opened[1].capture(TEXT).losses == opened[2].capture(TEXT).losses != expected.losses
+    (folders[0] / "state.safetensors").write_bytes(b"")
+    with raises_code("corrupt-checkpoint"):
+        open_model(folders[0])
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "gradient"])

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from qkflow.report import write_outputs
 from qkflow.report.document import format_count, format_value
-from qkflow.report.figures import _mean_eval_curve, _perplexity_gap_curve
+from qkflow.report.figures import _mean_eval_curve, _perplexity_gap_curve, probe_figures
+from qkflow.report.layer_figures import layer_heatmaps
 from qkflow.report.tables import terminal_table
 from qkflow.studies import Comparison, load_comparison
 
@@ -199,6 +200,16 @@ def test_probe_figures_hide_single_layers(page: Page, figures: dict[str, Any]) -
     assert not any(trace["hovertemplate"].startswith("standard") for trace in steps)  # it has no step size
     assert {trace["meta"]["layer"] for trace in figures["probe-copy_gain"]["data"]} == {"mean"}
     assert "layer" in page.ids
+
+
+def test_single_probe_is_visible(comparison: Comparison) -> None:
+    """The runs of a short study are probed once: a line of one point would draw nothing."""
+    runs = [replace(run, metrics={"probe": run.metrics["probe"][-1:]}) for run in comparison.runs]
+    figures = probe_figures(comparison.summary, runs) | layer_heatmaps(comparison.summary, runs)
+    assert len(figures) > 3
+    for figure in figures.values():
+        assert {trace.get("mode", "markers") for trace in figure["data"]} == {"markers"}
+        assert figure["layout"]["xaxis"]["tickvals"] == figure["data"][0]["x"]
 
 
 def test_user_text_is_escaped(hostile_study: Path) -> None:

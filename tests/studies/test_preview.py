@@ -101,7 +101,7 @@ def test_corpus_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     notes.write_text("".join(json.dumps({"text": f"höhe {i}"}) + "\n" for i in range(100)))
     options = ["--variants", "euler", "--controls", "none", "--inits", "gpt2", "--dry-run"]
     assert main.dispatch(["compare", "--data", str(notes), *options]) == 0
-    assert "100 documents, 0.0 MB of text" in " ".join(capsys.readouterr().out.split())
+    assert "100 documents, 0.8 kB of text" in " ".join(capsys.readouterr().out.split())
     assert main.dispatch(["compare", "--data", str(notes), *options, "--json"]) == 0
     size = json.loads(capsys.readouterr().out)["corpus"]
     assert size == {"name": str(notes), "documents": 100, "n_bytes": 10 * 7 + 90 * 8, "read": "all"}

@@ -27,7 +27,8 @@ class CorpusSize:
     def __str__(self) -> str:
         if self.read == "nothing":
             return f"{self.name}: a hub dataset, not read before the runs"
-        size = f"{self.documents:,} documents, {self.n_bytes / 1e6:.1f} MB of text"
+        amount = f"{self.n_bytes / 1e6:.1f} MB" if self.n_bytes >= 1e6 else f"{self.n_bytes / 1e3:.1f} kB"
+        size = f"{self.documents:,} documents, {amount} of text"
         return f"{self.name}: {'at least ' if self.read == 'start' else ''}{size}"
 
 

@@ -9,6 +9,7 @@ import torch
 
 from qkflow.errors import InputError
 from qkflow.explore.base import ExplorableModel
+from qkflow.explore.checkpoints import find_checkpoints, is_checkpoint, open_checkpoint
 from qkflow.explore.decoder_model import DecoderModel
 from qkflow.plain_data import read_json
 from qkflow.training import pretrained
@@ -21,12 +22,17 @@ def open_model(
 ) -> ExplorableModel:
     """Open a model for the explorer, in eval mode.
 
-    source    folder of a qkflow run, its `model` folder, a `transformers` folder or Hub name, or an adapter
-              folder that `hf.save_adapter` wrote
+    source    folder of a qkflow run, its `model` folder, one of its checkpoints, a `transformers` folder or
+              Hub name, or an adapter folder that `hf.save_adapter` wrote. A run that is not finished opens
+              with its last checkpoint.
     base      the model of an adapter; default: the one that the adapter names
     """
     path = Path(source)
+    if is_checkpoint(path):
+        return open_checkpoint(path, device)
     if _is_ours(path):
+        if not _has_model(path) and (found := find_checkpoints(path)):
+            return open_checkpoint(found[-1], device)
         decoder, tokenizer = pretrained.load_model(path, device=device)
         return DecoderModel(_display_name(path), decoder, tokenizer)
     from qkflow.hf import adapter_io  # imports transformers, which takes seconds
@@ -126,6 +132,10 @@ def _is_ours(path: Path) -> bool:
                 return True  # our loader names the damage
             return not isinstance(config, dict) or "format" in config
     return (path / "config.yaml").is_file()
+
+
+def _has_model(path: Path) -> bool:
+    return any((folder / pretrained.MODEL_CONFIG_NAME).is_file() for folder in (path, path / "model"))
 
 
 def _is_hub_name(source: str) -> bool:

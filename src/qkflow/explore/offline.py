@@ -52,13 +52,20 @@ def write_page(path: Path, models: Sequence[ExplorableModel], captures: Sequence
     files.write_atomic(path, render_page(models, captures, text))
 
 
-def render_page(models: Sequence[ExplorableModel], captures: Sequence[Capture], text: str) -> str:
-    """Return the offline page of captures, one per model."""
+def render_page(
+    models: Sequence[ExplorableModel],
+    captures: Sequence[Capture],
+    text: str,
+    baselines: Sequence[Capture] | None = None,
+) -> str:
+    """Return the offline page of captures, one per model; `baselines` are the same with all heads on."""
     entries: dict[str, bytes] = {}
-    described = {"text": text, "models": [payload.describe_model(model) for model in models]}
+    off = ",".join(f"{layer}.{head}" for layer, head in sorted(captures[0].off))
+    described = {"text": text, "off": off, "models": [payload.describe_model(model) for model in models]}
     entries["models"] = json.dumps(described).encode()
     for index, (model, capture) in enumerate(zip(models, captures, strict=True)):
-        entries[f"view/{index}"] = b"".join(payload.encode_view(capture))
+        baseline = None if baselines is None else baselines[index]
+        entries[f"view/{index}"] = b"".join(payload.encode_view(capture, baseline))
         if len(capture.ids) <= FULL_TOKENS:
             entries |= _details(index, model, capture)
     page = (STATIC / "index.html").read_text("utf-8")

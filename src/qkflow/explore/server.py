@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -89,6 +90,12 @@ class Explorer:
         with self._lock:
             return {"text": self.text, "models": [payload.describe_model(model) for model in self.models]}
 
+    def prepare(self) -> None:
+        """Read the text to start with, so that the first view is ready when the page asks for it."""
+        with self._lock, contextlib.suppress(InputError):  # the page shows the error
+            for index in range(len(self.models)):
+                self._capture(index, self.text, frozenset())
+
     def view(self, request: ViewRequest) -> list[bytes]:
         with self._lock:
             off = parse_heads(request.off)
@@ -139,8 +146,12 @@ class Explorer:
     def export(self, request: ExportRequest) -> str:
         off = parse_heads(request.off)
         with self._lock:
-            captures = [self._capture(index, request.text, off) for index in range(len(self.models))]
-            return offline.render_page(self.models, captures, request.text)
+            indices = range(len(self.models))
+            captures = [self._capture(index, request.text, off) for index in indices]
+            baselines = (
+                [self._capture(index, request.text, frozenset()) for index in indices] if off else None
+            )
+            return offline.render_page(self.models, captures, request.text, baselines)
 
     def _model(self, index: int) -> ExplorableModel:
         if not 0 <= index < len(self.models):
@@ -169,6 +180,11 @@ def build_app(explorer: Explorer) -> Starlette:
     async def index(request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
+    script = offline.bundle_scripts()  # one request instead of one per module
+
+    async def scripts(request: Request) -> Response:
+        return Response(script, media_type="text/javascript")
+
     async def models(request: Request) -> Response:
         return JSONResponse(await run_in_threadpool(explorer.describe))
 
@@ -188,6 +204,7 @@ def build_app(explorer: Explorer) -> Starlette:
                 Route(f"/api/{name}", _endpoint(kind, answer), methods=["POST"])
                 for name, kind, answer in posts
             ),
+            Route("/static/app.js", scripts),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
     )

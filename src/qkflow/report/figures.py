@@ -177,7 +177,7 @@ def band_and_line_traces(
     xs = [round_for_plot(point[0]) for point in points]
     line = {
         "type": "scatter",
-        "mode": "lines",
+        "mode": line_mode(xs),
         "name": plot_text(name),
         "x": xs,
         "y": [round_for_plot(point[1]) for point in points],
@@ -214,7 +214,7 @@ def probe_figures(summary: StudySummary, runs: Sequence[RunData]) -> dict[str, F
                 traces.setdefault(name, []).extend(added)
     order = [name for name in PROBE_TITLES if name in traces] + sorted(traces.keys() - PROBE_TITLES.keys())
     return {
-        name: {"data": traces[name], "layout": base_layout("training tokens") | {"height": 290}}
+        name: {"data": traces[name], "layout": training_layout(traces[name]) | {"height": 290}}
         for name in order
     }
 
@@ -246,7 +246,7 @@ def _probe_traces(
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines",
+                "mode": line_mode(xs),
                 "name": plot_text(variant),
                 "x": xs,
                 "y": ys,
@@ -269,6 +269,20 @@ def probe_values(runs: Sequence[RunData], name: str) -> dict[float, list[list[fl
             if values and all(isinstance(v, int | float) and math.isfinite(v) for v in values):
                 by_tokens.setdefault(row["tokens"] if "tokens" in row else row["step"], []).append(values)
     return by_tokens
+
+
+def line_mode(xs: Sequence[float]) -> str:
+    """Return the mode of a trace: a single point has no line, so it gets a marker."""
+    return "lines" if len(xs) > 1 else "markers"
+
+
+def training_layout(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the layout of figures against tokens: runs that were probed once have one tick."""
+    layout = base_layout("training tokens")
+    tokens = {x for trace in traces for x in trace["x"]}
+    if len(tokens) == 1:
+        layout["xaxis"] |= {"tickmode": "array", "tickvals": list(tokens)}
+    return layout
 
 
 def base_layout(x_title: str) -> dict[str, Any]:

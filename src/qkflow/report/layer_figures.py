@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from qkflow.report.figures import (
     PALETTE,
     Figure,
-    base_layout,
     plot_text,
     probe_values,
     round_for_plot,
+    training_layout,
     transparent,
 )
 
@@ -76,7 +76,7 @@ def _heatmap_figure(name: str, traces: list[dict[str, Any]]) -> Figure:
     for index, trace in enumerate(traces):
         trace |= {**shared, "visible": index == 0}
     rows = max(len(trace["y"]) for trace in traces)
-    layout = base_layout("training tokens") | {"height": 110 + 24 * rows, "hovermode": "closest"}
+    layout = training_layout(traces) | {"height": 110 + 24 * rows, "hovermode": "closest"}
     layout["yaxis"] |= {"type": "category", "showgrid": False}
     layout["xaxis"] |= {"showgrid": False}
     return {"data": traces, "layout": layout}

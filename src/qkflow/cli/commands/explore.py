@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Annotated
 
 import tyro
@@ -34,12 +35,13 @@ def explore(
     examples:
       qkflow explore runs/first
       qkflow explore runs/standard runs/euler --text "To be, or not to be"
+      qkflow explore runs/first/checkpoints/step-00000400 runs/first/checkpoints/step-00000800
       qkflow explore exported/
       qkflow explore openai-community/gpt2
       qkflow explore path/to/llama path/to/adapter --base path/to/llama
 
     Args:
-        model: folder of a run or model, transformers folder or Hub name, or folder of an adapter.
+        model: folder of a run, model, checkpoint or adapter, or a transformers folder or Hub name.
         model2: a second model to compare with, with the same tokenizer.
         text: text to start with.
         base: model of an adapter, if the adapter does not name it.
@@ -78,5 +80,6 @@ def explore(
                 f"explore {' and '.join(each.name for each in models)} at {site.url}\nCtrl-C ends the server"
             )
         sys.stdout.flush()
+        threading.Thread(target=explorer.prepare, daemon=True).start()
 
     serve(LocalOnly(build_app(explorer), site), site, open_browser=not no_browser, on_ready=announce)

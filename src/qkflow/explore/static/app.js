@@ -35,17 +35,21 @@ const figures = { map: [], arcs: [], coupling: [] };
 function changed() { writeState(); }
 
 function shownView() {
-  if (state.show === "difference" && shared.difference) return shared.difference;
+  if (isDifference()) return shared.difference;
   return shared.views[Number(state.show)] || shared.views[0];
 }
 
-// A measure of the shown view; scores on random words belong to the model.
-function measure(name, layer, head) {
-  if (name !== "random_induction") return shownView().measure(name, layer, head);
-  const score = index => shared.models[index].random_scores.induction[layer]?.[head] ?? null;
-  if (state.show !== "difference") return score(Number(state.show) || 0);
-  return score(0) === null || score(1) === null ? null : score(1) - score(0);
+const isDifference = () => state.show === "difference" && shared.difference !== null;
+
+// A measure of a model (0, 1) or of their difference; scores on random words belong to the model.
+function measureOf(which, name, layer, head) {
+  const score = index => name === "random_induction" ? shared.models[index].random_scores.induction[layer]?.[head] ?? null
+    : shared.views[index].measure(name, layer, head);
+  if (which !== "difference") return score(which);
+  const [before, after] = [score(0), score(1)];
+  return before === null || after === null ? null : after - before;
 }
+const measure = (...names) => measureOf(isDifference() ? "difference" : shared.views[Number(state.show)] ? Number(state.show) : 0, ...names);
 
 async function load() {
   const request = ++shared.requests, text = state.text;
@@ -88,7 +92,8 @@ function drawAll() {
   if (!view.has(state.layer, state.head)) [state.layer, state.head] = [0, 0];
   fillHeadMenus();
   strip.draw(view.tokens, shared.views[0].losses);
-  grid.draw(view, measure);
+  grid.draw(view, measure, isDifference());
+  find("maps").classList.toggle("small", view.size <= 64); // three maps beside one another
   drawHead();
 }
 
@@ -97,15 +102,12 @@ function drawHead() {
   find("head-title").textContent = `Layer ${layer}, head ${head}`;
   find("layer").value = String(layer);
   find("head").value = String(head);
-  const names = [["entropy", "entropy"], ["sink_mass", "sink mass"], ["induction", "induction"],
-    ["previous_token", "previous token"], ["random_induction", "induction, random words"], ["step_size", "Δ"]];
-  find("measures").textContent = names.map(([name, text]) => [text, measure(name, layer, head)])
-    .filter(([text, value]) => value !== null || text === "induction")
-    .map(([text, value]) => value === null ? `${text} – (no token occurs twice)` : `${text} ${number(value)}`).join(" · ");
+  drawMeasures(layer, head);
   const off = isOff(layer, head);
   find("ablate").setAttribute("aria-pressed", String(off));
   find("ablate").textContent = off ? "Head is off" : "Switch head off";
-  find("restore").hidden = !state.off;
+  find("ablate").hidden = !source.live && !off;
+  find("restore").hidden = !state.off || !source.live;
   find("effect").textContent = shared.views
     .map((view, index) => {
       const effect = describeEffect(view, shared.models[index].classes, Boolean(state.off));
@@ -113,6 +115,28 @@ function drawHead() {
     }).filter(Boolean).join(" · ");
   drawPanel();
   markToken();
+}
+
+const MEASURES = [["entropy", "entropy"], ["sink_mass", "sink mass"], ["induction", "induction"],
+  ["previous_token", "previous token"], ["random_induction", "induction, random words"], ["step_size", "Δ"]];
+
+// One model: a line. Two: a table, and their difference.
+function drawMeasures(layer, head) {
+  const rows = shared.models.map((model, index) => [model.name, index]);
+  if (shared.difference) rows.push([`${rows[1][0]} − ${rows[0][0]}`, "difference"]);
+  const values = rows.map(([, which]) => MEASURES.map(([name]) => measureOf(which, name, layer, head)));
+  const shown = MEASURES.map(([, text], i) => [text, i])
+    .filter(([text, i]) => text === "induction" || values.some(row => row[i] !== null));
+  const repeats = values.some(row => row[2] !== null) ? "" : "induction – (no token occurs twice)";
+  if (rows.length === 1) {
+    find("measures").textContent = shown
+      .map(([text, i]) => text === "induction" && repeats || `${text} ${number(values[0][i])}`).join(" · ");
+    return;
+  }
+  const cells = [["", ...shown.map(([text]) => text)], ...rows.map(([name], row) => [name, ...shown.map(([, i]) => number(values[row][i]))])];
+  const table = make("table", {}, ...cells.map((row, r) => make("tr", {}, ...row.map((textContent, c) =>
+    c && r ? make("td", { textContent }) : make(c || r ? "th" : "td", c || r ? { textContent, scope: r ? "row" : "col" } : {})))));
+  find("measures").replaceChildren(table, repeats);
 }
 
 function drawPanel() {
@@ -234,7 +258,8 @@ function buildFigures() {
   find("show-label").hidden = titles.length < 2;
   find("tab-rationale").hidden = !source.live || !shared.models.some(model => model.classes);
   find("tab-predictions").hidden = !shared.models.some(model => model.predicts_tokens);
-  for (const id of ["random", "run", "export-html", "ablate"]) find(id).hidden = !source.live;
+  for (const id of ["random", "run", "export-html"]) find(id).hidden = !source.live;
+  find("ablate").disabled = !source.live; // shows whether the head was off
   find("text").readOnly = !source.live;
 }
 
@@ -261,7 +286,7 @@ function connectControls() {
       setReady("saved");
     } catch (error) { setFailed(error); }
   });
-  on("sort", "change", event => { state.sort = event.target.value; changed(); grid.draw(shownView(), measure); });
+  on("sort", "change", event => { state.sort = event.target.value; changed(); grid.draw(shownView(), measure, isDifference()); });
   on("show", "change", event => { state.show = event.target.value; changed(); drawAll(); });
   on("layer", "change", event => chooseHead(Number(event.target.value), 0));
   on("head", "change", event => chooseHead(state.layer, Number(event.target.value)));
@@ -285,7 +310,7 @@ function connectControls() {
     const { export: kind, format } = button.dataset;
     button.addEventListener("click", () => saveFigures(kind, format, figures[kind], `attention-${state.layer}-${state.head}-${kind}`));
   }
-  addEventListener("hashchange", () => { readState(); showControls(); load(); });
+  addEventListener("hashchange", () => { readState(); if (!source.live) Object.assign(state, { text: find("text").value, off: shared.off }); showControls(); load(); });
   let resizing = 0;
   addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(() => shared.views.length && drawPanel(), 150); });
   onThemeChange(() => { if (shared.views.length) drawAll(); });
@@ -313,6 +338,8 @@ async function start() {
     const described = await source.describe();
     shared.models = described.models;
     if (!state.text || !source.live) state.text = described.text;
+    shared.off = described.off;
+    if (!source.live) state.off = shared.off;
     describeModels();
     buildFigures();
     showControls();

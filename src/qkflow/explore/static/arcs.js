@@ -4,7 +4,7 @@ import { make, prepareCanvas, shorten } from "./dom.js";
 import { CanvasPen } from "./pen.js";
 import { activeToken, state } from "./state.js";
 
-const ARCS_LIMIT = 4000, LABELS = 86, BELOW = 70;
+const ARCS_LIMIT = 4000, LABEL = 12, BELOW = 70; // LABEL: characters
 
 export class ArcsFigure {
   constructor(container, title, events) {
@@ -41,7 +41,9 @@ export class ArcsFigure {
     const step = Math.max(view.size > 400 ? 12 : 16, Math.min(64, (available - 20) / view.size));
     const width = Math.max(available - 4, Math.ceil(step * view.size) + 60);
     const above = Math.min(240, Math.max(90, (width - 60) / 5));
-    this.geometry = { left: 10, step, width, above, height: above + LABELS + BELOW };
+    const longest = Math.max(...view.tokens.map(text => shorten(text, LABEL).length));
+    const labels = step > 50 ? 22 : 16 + 6 * longest; // below: they are turned
+    this.geometry = { left: 10, step, width, above, labels, height: above + labels + BELOW };
     this.canvas.style.width = `${width}px`;
     this.canvas.style.height = `${this.geometry.height}px`;
     this.canvas.setAttribute("aria-label",
@@ -55,8 +57,9 @@ export class ArcsFigure {
   }
 }
 
-export function paintArcs(pen, view, layer, head, { left, step, above }) {
+export function paintArcs(pen, view, layer, head, { left, step, above, labels }) {
   const { ink, soft, looks, seen } = palette(), token = activeToken(), x = index => left + (index + 0.5) * step;
+  const colorOf = weight => `rgb(${weight < 0 ? seen : looks})`; // as in the map, negative weights have the other color
   const arc = (from, to, weight, color, base, direction) => {
     const rise = direction * Math.min(above - 6, 10 + Math.abs(x(from) - x(to)) / 3) * 1.3;
     const alpha = Math.min(1, 0.15 + Math.abs(weight));
@@ -73,15 +76,15 @@ export function paintArcs(pen, view, layer, head, { left, step, above }) {
   arcs.sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
   for (const [query, key, weight] of arcs.slice(0, ARCS_LIMIT).reverse()) {
     const faded = token >= 0 && query !== token;
-    arc(query, key, faded ? weight * 0.2 : weight, `rgb(${looks})`, above, -1);
+    arc(query, key, faded ? weight * 0.2 : weight, colorOf(weight), above, -1);
   }
   if (token >= 0) {
     for (let query = 0; query < view.size; query++) {
       const weight = view.weight(layer, head, query, token);
-      if (query !== token && Math.abs(weight) >= state.threshold) arc(query, token, weight, `rgb(${seen})`, above + LABELS, 0.35);
+      if (query !== token && Math.abs(weight) >= state.threshold) arc(query, token, weight, `rgb(${seen})`, above + labels, 0.35);
     }
   }
-  view.tokens.forEach((text, index) => pen.text(shorten(text, 12), x(index), above + 6, {
+  view.tokens.forEach((text, index) => pen.text(shorten(text, LABEL), x(index), above + 6, {
     color: index === token || token < 0 ? ink : soft, size: index === token ? 13 : 11, turn: step > 50 ? 0 : 60,
     anchor: step > 50 ? "center" : "start",
   }));

@@ -97,7 +97,7 @@ export function paintPlane(pen, plane, view, { width, height, at }) {
       if (path.length > 1) pen.text(String(s), x + 8, y + 9, { color: soft, size: 10 });
     });
     const [x, y] = path.at(-1);
-    pen.text(`${name} of ${shorten(visible(view.tokens[token]), 10)}`, Math.min(x + 9, width - 90), y - 9, { color: ink, size: 12 });
+    pen.text(`${name} of ${shorten(visible(view.tokens[token]).trim(), 10)}`, Math.min(x + 9, width - 90), y - 9, { color: ink, size: 12 });
   }
 }
 

@@ -24,11 +24,17 @@ export function shorten(text, limit = 14) {
   return characters.length > limit ? characters.slice(0, limit - 1).join("") + "…" : characters.join("");
 }
 
-export const number = (value, digits = 2) => value === null || value === undefined ? "–" : value.toFixed(digits);
+export function number(value, digits = 2) {
+  if (value === null || value === undefined) return "–";
+  return value.toFixed(digits).replace(/^-(?=0\.?0*$)/, "").replace("-", "−"); // no minus before a zero
+}
 
 // Give the one of a group of buttons that can be tabbed to; arrow keys move inside the group.
 export function roveFocus(buttons, index) {
-  buttons.forEach((button, i) => { button.tabIndex = i === index ? 0 : -1; });
+  buttons.forEach((button, i) => {
+    const tabIndex = i === index ? 0 : -1;
+    if (button.tabIndex !== tabIndex || !button.hasAttribute("tabindex")) button.tabIndex = tabIndex;
+  });
 }
 
 export function moveWithArrows(event, buttons, columns = 1) {
@@ -47,9 +53,9 @@ export function moveWithArrows(event, buttons, columns = 1) {
 // A canvas with sharp lines on every screen; drawing is in CSS pixels.
 export function prepareCanvas(canvas, width, height) {
   const ratio = Math.min(window.devicePixelRatio || 1, 2, 16000 / Math.max(width, 1));
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const context = canvas.getContext("2d");
+  const pixels = [Math.round(width * ratio), Math.round(height * ratio)], context = canvas.getContext("2d");
+  if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
   return context;
 }

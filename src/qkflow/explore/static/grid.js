@@ -26,8 +26,8 @@ export class Grid {
     });
   }
 
-  // `value(name, layer, head)` is the measure to sort by and to show
-  draw(view, value) {
+  // `value(name, layer, head)` is the measure to sort by and to show; a difference is sorted by its size
+  draw(view, value, isDifference = false) {
     Object.assign(this, { view, value });
     this.observer.disconnect();
     this.waiting.clear();
@@ -36,10 +36,15 @@ export class Grid {
       for (let head = 0; head < view.nHeads(layer); head++) if (view.has(layer, head)) heads.push([layer, head]);
     }
     if (state.sort !== "layer") {
-      const sign = ASCENDING.has(state.sort) ? 1 : -1, missing = Infinity;
-      const rank = pair => { const x = value(state.sort, ...pair); return x === null ? missing : sign * x; };
+      const sign = ASCENDING.has(state.sort) && !isDifference ? 1 : -1, missing = Infinity;
+      const rank = pair => {
+        const x = value(state.sort, ...pair);
+        return x === null ? missing : sign * (isDifference ? Math.abs(x) : x);
+      };
       heads.sort((a, b) => rank(a) - rank(b) || a[0] - b[0] || a[1] - b[1]);
     }
+    const columns = Math.min(5, Math.ceil(Math.sqrt(heads.length))); // few heads leave the room to the maps
+    document.documentElement.style.setProperty("--heads", `${6.6 * columns + 1.8}rem`);
     this.buttons = heads.map(([layer, head]) => this.makeButton(layer, head));
     this.container.replaceChildren(...this.buttons);
     this.buttons.forEach(button => this.observer.observe(button));

@@ -53,11 +53,12 @@ export class MapFigure {
 
   measureGeometry(view) {
     const width = Math.max(200, Math.min(736, this.figure.clientWidth || 480));
-    const left = Math.round(Math.min(92, width * 0.2)), top = Math.round(left * 0.85);
+    const longest = Math.max(...view.tokens.map(text => [...visible(text)].length)); // of the labels
+    const left = Math.round(Math.min(92, width * 0.2, 14 + 7 * longest)), top = Math.round(left * 0.85);
     const count = Math.max(1, Math.ceil(view.size / state.zoom));
     const center = state.token < 0 ? 0 : state.token;
     const from = Math.max(0, Math.min(view.size - count, center - Math.floor(count / 2)));
-    const side = width - left - 2;
+    const side = width - left - 14; // the labels of the last columns lean to the right
     return { width, height: top + side + 2, left, top, side, from, to: from + count, cell: side / count };
   }
 

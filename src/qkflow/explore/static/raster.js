@@ -20,8 +20,8 @@ export function rasterize(view, layer, head, from, to, size) {
     for (let column = 0; column < count; column++) {
       const level = levels[begin + column];
       if (level === 0) continue;
-      const cell = target + bins[column];
-      if (Math.abs(level) > Math.abs(best[cell])) best[cell] = level;
+      const cell = target + bins[column], other = best[cell];
+      if (level > other ? level > -other : level < -other && level < 0) best[cell] = level;
     }
   }
   for (let i = 0; i < best.length; i++) pixels[i] = lut[best[i] + shift];

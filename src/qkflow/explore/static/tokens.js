@@ -32,10 +32,14 @@ export class TokenStrip {
     const token = activeToken(), { looks, seen } = palette(), marked = new Set(markedTokens());
     roveFocus(this.buttons, Math.max(0, token >= 0 ? token : 0));
     const valid = token >= 0 && view && view.has(state.layer, state.head);
+    const percent = (weight, full) => {
+      const shade = Math.round(Math.sqrt(weight) * full);
+      return shade < 4 ? 0 : shade; // nobody sees less, and a long text then changes at a few tokens only
+    };
     this.buttons.forEach((button, index) => {
       const out = valid ? Math.abs(view.weight(state.layer, state.head, token, index)) : 0;
       const into = valid ? Math.abs(view.weight(state.layer, state.head, index, token)) : 0;
-      const shade = `${index === state.token ? 1 : 0} ${Math.round(Math.sqrt(out) * 75)} ${Math.round(Math.sqrt(into) * 100)}`;
+      const shade = `${index === state.token ? 1 : 0} ${percent(out, 75)} ${percent(into, 100)}`;
       const full = `${shade} ${marked.has(index)} ${looks}`;
       if (this.shades[index] === full) return;
       this.shades[index] = full;
