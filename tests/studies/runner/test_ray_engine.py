@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from qkflow.studies.grid import RunSpec
 from qkflow.studies.runner import build_engine
 from qkflow.studies.runner.engines import Engine, LocalEngine
 from qkflow.studies.runner.execution import execute_runs
-from qkflow.studies.runner.ray_engine import RayEngine
+from qkflow.studies.runner.ray_engine import WORKER_NICENESS, RayEngine, _start_local
 from qkflow.studies.runner.study_dir import RunDir, StudyDir
 from toy_study import TOY, WORKER
 
@@ -197,6 +198,18 @@ def test_cluster_out_of_reach() -> None:
         build_engine(ExecutionConfig("ray", address=address))
     with raises_code("invalid-address"):
         build_engine(ExecutionConfig("ray", address="head-node"))
+
+
+def test_local_cluster_keeps_the_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray reads the environment when it starts; by default its workers give way to all other processes."""
+    seen = []
+    ray = SimpleNamespace(init=lambda **options: seen.append(os.environ.get(WORKER_NICENESS)))
+    monkeypatch.setenv(WORKER_NICENESS, "")  # restored at the end
+    monkeypatch.delenv(WORKER_NICENESS)
+    _start_local(ray)
+    monkeypatch.setenv(WORKER_NICENESS, "7")
+    _start_local(ray)
+    assert seen == ["0", "7"]
 
 
 def test_missing_ray(monkeypatch: pytest.MonkeyPatch) -> None:
