@@ -29,7 +29,7 @@ from qkflow.data.readers.files import (
     READER_VERSION,
     ReadProgress,
     SourceFile,
-    check_not_binary,
+    check_start,
     detect_format,
 )
 from qkflow.errors import InputError, join_limited, unknown
@@ -102,7 +102,7 @@ class FileCorpus(Corpus):
         for file in self.files:
             digest = hashlib.sha256()
             with open(file.path, "rb") as stream:
-                check_not_binary(file, stream.peek(8192))  # before gigabytes are read
+                check_start(file, stream.peek(8192))  # before gigabytes are read
                 while chunk := stream.read(1 << 20):
                     digest.update(chunk)
                     progress.advance(len(chunk))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,31 @@ def test_windows_line_ends_give_the_same_documents(tmp_path: Path, name: str, li
         found.append([text for _, text in corpus.iter_documents(ReadProgress())])
     assert found[0] == found[1] == found[2]
     assert "".join(found[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("a.txt", "binary-file"),
+        ("a.jsonl", "invalid-json"),
+        ("a.parquet", "corrupt-parquet"),
+        ("a.txt.gz", "corrupt-compressed-file"),
+        ("a.jsonl.bz2", "corrupt-compressed-file"),
+        ("a.csv.xz", "corrupt-compressed-file"),
+    ],
+)
+def test_a_terabyte_of_zeros_is_refused_at_its_start(tmp_path: Path, name: str, code: str) -> None:
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(1 << 40)  # sparse
+    with raises_code(code):
+        corpora.resolve(str(tmp_path / name)).content_fingerprint(ReadProgress())
+
+
+def test_compressed_files_are_told_by_their_first_bytes(tmp_path: Path) -> None:
+    for name, compress in (
+        ("a.txt.gz", gzip.compress),
+        ("b.txt.bz2", bz2.compress),
+        ("c.txt.xz", lzma.compress),
+    ):
+        (tmp_path / name).write_bytes(compress(b"one\n\ntwo"))
+        corpora.resolve(str(tmp_path / name)).content_fingerprint(ReadProgress())

@@ -34,6 +34,7 @@ FORMAT_BY_SUFFIX = {
     ".tex": "text",
 }
 _OPEN_COMPRESSED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
 
 
 def detect_format(path: Path) -> str | None:
@@ -140,12 +141,21 @@ class SourceFile:
                 )
 
 
-def check_not_binary(file: SourceFile, start: bytes) -> None:
-    """Raise InputError if a file of text, whose first bytes are `start`, is none."""
-    is_text = file.file_format != "parquet" and file.path.suffix.lower() not in _OPEN_COMPRESSED
-    if is_text and file.file_format != "jsonl":
+def check_start(file: SourceFile, start: bytes) -> None:
+    """Raise InputError if a file whose first bytes are `start` does not have the format of its name."""
+    suffix = file.path.suffix.lower()
+    if start and not start.startswith(_MAGIC.get(suffix, b"")):
+        raise InputError(
+            f"{file.path} cannot be decompressed: it is not a {suffix} file", code="corrupt-compressed-file"
+        )
+    if suffix in _OPEN_COMPRESSED:
+        return
+    if file.file_format == "parquet":
+        if start and not start.startswith(b"PAR1"):
+            raise InputError(f"{file.path} is not a Parquet file, or is corrupt", code="corrupt-parquet")
+    elif file.file_format != "jsonl":
         _refuse_binary(file.path, start)
-    elif is_text and start.startswith(b"\0"):
+    elif start.startswith(b"\0"):
         raise InputError(f"{file.path} line 1 is not JSON: it begins with NUL", code="invalid-json")
 
 
