@@ -137,6 +137,7 @@ function drawMeasures(layer, head) {
   const table = make("table", {}, ...cells.map((row, r) => make("tr", {}, ...row.map((textContent, c) =>
     c && r ? make("td", { textContent }) : make(c || r ? "th" : "td", c || r ? { textContent, scope: r ? "row" : "col" } : {})))));
   find("measures").replaceChildren(table, repeats);
+  Object.assign(find("measures"), { tabIndex: 0, role: "region", ariaLabel: "Measures of the head" }); // it scrolls on a phone
 }
 
 function drawPanel() {
