@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def test_export_and_import_round_trip(tmp_path: Path, capsys: pytest.CaptureFixt
     torch.testing.assert_close(output(llama, token_ids()), expected, rtol=0, atol=1e-5)
     with raises_code("folder-exists"):
         main.dispatch(["export", str(tmp_path / "run"), str(tmp_path / "llama")])
+    with raises_code("not-utf8"):
+        main.dispatch(["export", str(tmp_path / "run"), str(tmp_path / os.fsdecode(b"caf\xe9"))])
 
 
 def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,3 +63,11 @@ def test_eval_windows_count_target_bytes(corpus: Path, tmp_path: Path) -> None:
     assert words.eval_windows("validation", 16, 4).n_target_bytes == words.n_bytes("validation")
     half = words.eval_windows("validation", 16, 4, max_tokens=len(words.tokens("validation")) // 2)
     assert half.n_target_bytes == pytest.approx(words.n_bytes("validation") / 2, rel=0.2)
+
+
+def test_corpus_whose_name_is_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QKFLOW_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / os.fsdecode(b"caf\xe9.jsonl")
+    write_corpus(path, 8)
+    tokens = prepare(str(path), "bytes")  # reads back the manifest that it wrote
+    assert prepare(str(path), "bytes").fingerprint == tokens.fingerprint

@@ -231,8 +231,7 @@ def _report(error: InputError | str, code: int) -> int:
 
 
 def _describe_os_error(error: OSError) -> InputError:
-    name = str(error.filename or "")
-    path = f" ({name if len(name) <= 300 else f'{name[:299]}…'})" if name else ""
+    path = f" ({error.filename})" if error.filename else ""
     if files.is_disk_full(error):
         remedy = "free some space, then run the same command again"
         return InputError(f"the disk is full{path}: {remedy}", code="disk-full")

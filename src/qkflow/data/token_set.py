@@ -23,7 +23,7 @@ from qkflow import files
 from qkflow.data import splits
 from qkflow.data.tokenizer import Tokenizer, tokenizer_from_str
 from qkflow.data.windows import EvalWindows
-from qkflow.plain_data import has_layout, read_json, read_text
+from qkflow.plain_data import has_layout, load_json, read_json, read_text
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -215,6 +215,7 @@ class TokenSetWriter:
             "files": entries,
             "fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
         }
+        manifest = load_json(json.dumps(manifest))  # as it is read: a name that is not UTF-8 changes
         files.write_json(
             self._folder / MANIFEST_NAME, manifest | {_CHECKSUM_KEY: _manifest_checksum(manifest)}
         )

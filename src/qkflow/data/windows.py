@@ -80,15 +80,13 @@ class TrainWindows:
     def starts(self, step: int) -> np.ndarray:
         """Return the first token's index of each of this rank's windows in batch `step`."""
         positions = step * self.batch_size + self._rows
-        starts = np.empty_like(positions)
-        for epoch in np.unique(positions // self.windows_per_epoch).tolist():
-            in_epoch = positions // self.windows_per_epoch == epoch
+        epochs, firsts = np.unique(positions // self.windows_per_epoch, return_index=True)
+        starts = []
+        for epoch, in_epoch in zip(epochs.tolist(), np.split(positions, firsts[1:]), strict=True):
             keys = _epoch_keys(self.seed, epoch)
-            order = feistel_permutation(
-                positions[in_epoch] % self.windows_per_epoch, self.windows_per_epoch, keys[1:]
-            )
-            starts[in_epoch] = order * self.seq_len + int(keys[0]) % (self._max_offset + 1)
-        return starts
+            order = feistel_permutation(in_epoch % self.windows_per_epoch, self.windows_per_epoch, keys[1:])
+            starts.append(order * self.seq_len + int(keys[0]) % (self._max_offset + 1))
+        return np.concatenate(starts)
 
     def batch(self, step: int) -> np.ndarray:
         """Return this rank's part of batch `step`, (batch_size / world_size, seq_len + 1) int64.

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from qkflow import files
+from qkflow.config_io import check_utf8
 from qkflow.data.readers.hf_datasets import check_hub_name, check_hub_reachable
 from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from qkflow.errors import InputError, join_limited, unknown
@@ -67,6 +68,7 @@ def load_model_and_tokenizer(
 def export_model(source: str | Path, out: str | Path, *, to: ExportFormat = "qkflow") -> PreTrainedModel:
     """Write the model of a qkflow run as a `transformers` folder: weights, config, tokenizer, model card."""
     _check_new_folder(Path(out))
+    check_utf8(f"the folder {out}", str(out))  # as transformers needs it
     decoder, tokenizer = pretrained.load_model(source)
     convert = {"qkflow": to_transformers, "llama": to_llama}
     if to not in convert:

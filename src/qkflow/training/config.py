@@ -39,6 +39,7 @@ Precision = Literal["fp32", "bf16"]
 ParallelMode = Literal["none", "ddp", "fsdp", "hsdp"]
 WriterName = Literal["tensorboard", "trackio", "wandb"]
 DEFAULT_TOKENS = 1_000_000
+BatchSize = Annotated[int, Range(1, 10**6)]
 Tokens = Annotated[int, Range(1, 10**15, cost="the largest models were trained on 10^13")]
 # Learning rates of `qkflow train` and `compare`: the best at 1M parameters. TrainConfig has that of AdamW.
 DEFAULT_LR: dict[OptimizerName, float] = {"adamw": 3e-3, "muon": 1.2e-2}
@@ -66,7 +67,7 @@ class TrainConfig:
     steps: Count | None = None  # optimizer steps, instead of tokens
     minutes: Positive | None = None  # training time without evaluation and checkpoints, instead of tokens
     # Batch
-    batch_size: Count = 16  # windows per optimizer step, over all processes and microbatches
+    batch_size: BatchSize = 16  # windows per optimizer step, over all processes and microbatches
     accumulate: Count = 1  # microbatches per optimizer step
     # Optimizer
     optimizer: OptimizerName = "adamw"  # muon: Muon for hidden matrices, AdamW for the rest
