@@ -36,8 +36,8 @@ REPRODUCE_FLAGS = {
 
 PACE_STUDY_FLAGS = {
     "task", "data", "as_published", "seeds", "ratios", "lr", "optimizer", "steps", "epochs", "batch_size",
-    "n_layers", "dim", "n_heads", "examples", "window", "test", "measured", "confidence", "out", "jobs",
-    "json",
+    "pretrained", "n_layers", "dim", "n_heads", "examples", "window", "test", "measured", "confidence", "out",
+    "jobs", "json",
 }  # fmt: skip
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkflow.papers.claims import Results, compare_arms, describe_scale, find_arm, judged_difference
+from qkflow.papers.claims import Results, compare_arms, describe_scale, judged_difference
 from qkflow.papers.coupled_dynamics.claims import (
-    AFFINE,
-    AFFINE_DIFFERENTIAL,
-    DIFFERENTIAL,
     EULER,
     MUON,
     REFERENCE,
@@ -43,8 +40,8 @@ def main_findings(results: Results) -> list[MainFinding]:
         MainFinding(
             "Dynamics, init or weak baseline? A weak baseline.",
             "With AdamW and the plain init `fan_in`, an `euler` coupling changes perplexity by "
-            f"{_change(study, WEAK_EULER, WEAK_REFERENCE)}; with Muon and the init `modern`, which change it by "
-            f"{_pair(study, REFERENCE, WEAK_REFERENCE)} for free, by {_change(study, EULER)} "
+            f"{_change(study, WEAK_EULER, WEAK_REFERENCE)}; with Muon and the init `modern`, which change "
+            f"it by {_pair(study, REFERENCE, WEAK_REFERENCE)} for free, by {_change(study, EULER)} "
             f"({describe_scale(study)}, {seeds} seeds); a slow path changes that baseline by "
             f"{_change(slow, f'slow{MUON}@modern')} ({describe_scale(slow)}).",
         ),
@@ -54,13 +51,6 @@ def main_findings(results: Results) -> list[MainFinding]:
             f"adds {_pair(study, WEAK_EULER, WEAK_DRIFT)}, uncoupled networks change "
             f"{_pair(study, UNCOUPLED, WEAK_REFERENCE)}, and a symmetric init changes "
             f"{_pair(study, WEAK_SYMMETRIC, WEAK_REFERENCE)}.",
-        ),
-        MainFinding(
-            "On the best baseline differential attention still pays; couplings do not.",
-            f"There `differential` changes {_change(study, DIFFERENTIAL)}, the coupling `affine` "
-            f"{_change(study, AFFINE)}, and `affine` added to `differential` "
-            f"{_pair(study, AFFINE_DIFFERENTIAL, DIFFERENTIAL)} "
-            f"({len(find_arm(study, DIFFERENTIAL).seeds)} seeds).",
         ),
         MainFinding(
             "A faster query-key circuit sharpens attention; too fast costs accuracy.",
