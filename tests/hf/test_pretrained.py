@@ -157,6 +157,7 @@ def test_pickles_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ"),
         ({"hidden_size": "x"}, "'hidden_size' expected int"),
+        ({"num_hidden_layers": 10**6}, "at most 10,000"),
         ({"num_attention_heads": 3}, "not a multiple of the number of attention heads (3)"),
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"hidden_act": "nope"}, "KeyError: 'nope'"),

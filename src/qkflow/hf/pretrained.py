@@ -38,6 +38,7 @@ SELF_EXPLANATORY_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
+MAX_LAYERS = 10_000
 NO_PICKLES_HINT = (
     "pickles are never opened; load it where you trust it and write it again with save_pretrained, which "
     "writes a safetensors file"
@@ -174,6 +175,7 @@ def load_transformers(
     """Load a model with one of the Auto classes, and its tokenizer. Pickled weights are refused."""
     check_source_exists(source)
     _check_no_pickles(Path(source))
+    _check_n_layers(Path(source) / "config.json")
     with _silence_load_report():
         model, loading_info = _from_pretrained(
             auto_class,
@@ -246,6 +248,16 @@ def _check_no_pickles(folder: Path) -> None:
             f"'{folder}' has its weights in {join_limited(pickles, 2)}: {NO_PICKLES_HINT}",
             code="pickle-refused",
         )
+
+
+def _check_n_layers(path: Path) -> None:
+    """Raise for more layers than any model has: transformers builds all of them before it reads weights."""
+    config = read_json(path, code="model-not-loadable") if path.is_file() else {}
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
+            raise InputError(
+                f"{path}: '{key}' must be at most {MAX_LAYERS:,}, not {value}", code="model-not-loadable"
+            )
 
 
 def _check_weight_files(folder: Path) -> None:
