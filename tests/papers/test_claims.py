@@ -90,6 +90,13 @@ def test_output_of_a_command(stored: Results) -> None:
     assert ledger_row.findings[0].text == "x = 2"
 
 
+def test_damaged_output_of_a_command(stored: Results) -> None:
+    evidence = Output("number", None, "scale", lambda o: f"x = {o['x']}", lambda o: o["x"] > 1)
+    (stored.folder / "number.json").write_text('{"x": "2"}')
+    with raises_code("corrupt-result"):
+        build_ledger([Claim("id", "paper", "text", "published", (evidence,))], stored)
+
+
 def test_missing_evidence(stored: Results) -> None:
     with raises_code("result-not-found"):
         Judged("absent", "euler", Verdict.HELPS, "euler").read(stored)

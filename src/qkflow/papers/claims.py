@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from qkflow.errors import InputError
+from qkflow.errors import InputError, shorten
 from qkflow.papers.costs import StudyCost
 from qkflow.plain_data import read_json
 from qkflow.report.tables import format_change
@@ -238,12 +238,29 @@ class LedgerRow:
         }
 
 
+def _read(item: Evidence, results: Results) -> Finding:
+    """Read an evidence. Raise InputError if results of the user's own folder do not have its layout."""
+    try:
+        return item.read(results)
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if results.folder in (_PACKAGED, _REPOSITORY):
+            raise
+        name = getattr(item, "name", None) or getattr(item, "record", "results")
+        raise InputError(
+            f"{results.folder / str(name)}.json is not what the command writes "
+            f"({type(error).__name__}: {shorten(str(error))})",
+            code="corrupt-result",
+        ) from None
+
+
 def build_ledger(claims: Sequence[Claim], results: Results | None = None) -> list[LedgerRow]:
     """Return every claim with its findings, from the stored results. Arms without runs are left out."""
     results = results or Results()
     rows = []
     for claim in claims:
-        findings = (item.read(results) for item in claim.evidence)
+        findings = (_read(item, results) for item in claim.evidence)
         rows.append(LedgerRow(claim, tuple(finding for finding in findings if finding.seeds != 0)))
     return rows
 
