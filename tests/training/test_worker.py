@@ -97,6 +97,13 @@ def test_non_finite_loss_fails_and_keeps_the_last_finite_state(run_folder: RunFo
         train(folder, RunConfig.load(folder / "config.yaml"))
 
 
+def test_overflow_in_the_last_update_fails(run_folder: RunFolder) -> None:
+    folder = run_folder(pace=1e45, schedule="constant", warmup=0, steps=1)
+    assert worker.main([str(folder)]) == worker.EXIT_FAILED
+    assert "not finite after step 1" in json.loads((folder / "result.json").read_text())["error"]
+    assert not list((folder / "checkpoints").glob("step-*"))  # of infinite weights
+
+
 def test_unexpected_error_is_written_to_the_result(
     run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

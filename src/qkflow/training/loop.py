@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import threading
@@ -177,7 +178,7 @@ class Trainer:
             self._loop()
             return self._finish()
         except NonFiniteError:
-            if self.stepper.check_before_update:  # the weights are still finite
+            if self.stepper.check_before_update and self._weights_are_finite():
                 self._save_checkpoint()
             raise
         finally:
@@ -289,12 +290,20 @@ class Trainer:
         self._write_metrics("eval", flops=self.tokens * self.flops_per_token, **self.last_eval.to_dict())
 
     def _evaluate_on(self, windows: EvalWindows) -> EvalResult:
-        return evaluate_loss(
+        result = evaluate_loss(
             self.stepper.decoder,
             windows,
             precision=self.config.train.precision,
             loss_sum=self.stepper.eval_loss_fn(),
         )
+        if not math.isfinite(result.loss):  # the last update overflowed
+            raise NonFiniteError(
+                f"the validation loss is not finite after step {self.step}: try a lower learning rate"
+            )
+        return result
+
+    def _weights_are_finite(self) -> bool:
+        return all(bool(weight.isfinite().all()) for weight in self.stepper.decoder.parameters())
 
     def _probe(self) -> None:
         """Write attention and circuit metrics, measured on a fixed few windows."""
@@ -304,7 +313,11 @@ class Trainer:
 
         inputs, _ = next(iter(self.eval_windows))
         ids = torch.from_numpy(inputs[:PROBE_WINDOWS, :PROBE_TOKENS]).to(self.dist_context.device)
-        self._write_metrics("probe", **probe_metrics(self.stepper.decoder, ids, self.circuit_tracker))
+        try:
+            metrics = probe_metrics(self.stepper.decoder, ids, self.circuit_tracker)
+        except torch.linalg.LinAlgError:  # the last update overflowed: singular values of infinite weights
+            return
+        self._write_metrics("probe", **metrics)
 
     def _write_metrics(self, kind: str, **values: Any) -> None:
         if self.metrics is None:

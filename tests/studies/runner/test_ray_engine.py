@@ -100,12 +100,16 @@ def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def training_pids(folder: Path) -> list[int]:
-    """Wait until two runs have trained three steps; return the process ids of their workers."""
+    """Wait until two runs have trained three steps; return the process ids of their workers, newest first.
+
+    The older one may have finished by then.
+    """
     deadline = time.monotonic() + 400
     while True:
         runs = list(folder.glob("runs/*"))
         if len(runs) == 2 and all(len(RunDir(run).metrics().get("train", [])) >= 3 for run in runs):
-            return [int((run / "starts.txt").read_text().split()[0]) for run in runs]
+            starts = sorted((run / "starts.txt" for run in runs), key=lambda path: -path.stat().st_mtime_ns)
+            return [int(path.read_text().split()[0]) for path in starts]
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -9,6 +9,8 @@ from scipy.stats import f as f_distribution
 
 from qkflow.papers.claims import Claim, Computed, Judged, Measured, Paired, find_arm
 from qkflow.papers.costs import StudyCost
+from qkflow.papers.coupled_dynamics.lr_limits import RECORD as LR_LIMITS
+from qkflow.papers.coupled_dynamics.lr_limits import read_limits
 from qkflow.studies import Comparison
 from qkflow.studies.design import Verdict
 from qkflow.studies.stats import first_crossing, mean_curve
@@ -98,6 +100,19 @@ def _stability(comparison: Comparison) -> tuple[str, bool | None]:
         better += spikes[0] < spikes[1]
         worse += spikes[0] > spikes[1]
     return "; ".join(texts), None if better == worse else better > worse
+
+
+def _largest_rates(comparison: Comparison) -> tuple[str, bool | None]:
+    """The largest learning rate that trains, of euler beside standard attention."""
+    limits = {limit.model: limit for limit in read_limits(comparison)}
+    texts, better, worse = [], 0, 0
+    for name, suffix in {"AdamW, fan_in": "@fan_in", "Muon, modern": "{train.optimizer=muon}@modern"}.items():
+        euler, standard = (limits[f"{model}{suffix}"].largest.lr for model in ("euler", "standard"))
+        texts.append(f"{name} {euler:g} against {standard:g}")
+        better += euler > standard
+        worse += euler < standard
+    text = "largest learning rate that trains, euler against standard: " + "; ".join(texts)
+    return text, None if better == worse else better > worse
 
 
 def _corpus_evidence() -> Iterator[Judged]:
@@ -194,7 +209,7 @@ CLAIMS = (
         PAPER,
         "Coupled dynamics train more stably",
         "more stable training",
-        (Measured(STUDY, _stability),),
+        (Measured(STUDY, _stability), Measured(LR_LIMITS, _largest_rates)),
     ),
     Claim(
         "coupling-v2",
