@@ -26,6 +26,8 @@ GROUPS: dict[str, dict[str, str]] = {
     "Muon": {
         "standard, init modern": arms.REFERENCE,
         "+ euler coupling": arms.EULER,
+        "+ affine coupling": arms.AFFINE,
+        "+ differential scoring": arms.DIFFERENTIAL,
     },
 }
 ROW, LEFT, WIDTH, TOP, BOTTOM = 22, 190, 720, 46, 40

@@ -129,6 +129,8 @@ def test_titles_of_the_findings_hold() -> None:
     assert verdict(arms.WEAK_EULER) == verdict(arms.ADAMW_MODERN) == Verdict.HURTS
     assert verdict(arms.EULER) in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
     assert judged_difference(slow, f"slow{arms.MUON}@modern")[1] != Verdict.HELPS
+    assert verdict(arms.DIFFERENTIAL) == Verdict.HELPS
+    assert Verdict.HELPS not in (verdict(arms.EULER), verdict(arms.AFFINE))
     pair = partial(compare_arms, results.comparison(arms.STUDY))
     assert pair(arms.WEAK_DRIFT, arms.WEAK_REFERENCE)[1] == Verdict.HELPS
     assert pair(arms.WEAK_SYMMETRIC, arms.WEAK_DRIFT)[1] == Verdict.HELPS

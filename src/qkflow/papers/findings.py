@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkflow.papers.claims import Results, compare_arms, describe_scale, judged_difference
+from qkflow.papers.claims import Results, compare_arms, describe_scale, find_arm, judged_difference
 from qkflow.papers.coupled_dynamics.claims import (
+    AFFINE,
+    DIFFERENTIAL,
     EULER,
     MUON,
     REFERENCE,
@@ -35,14 +37,13 @@ def main_findings(results: Results) -> list[MainFinding]:
     """Return the findings of the README, in order of importance."""
     study, slow = results.comparison("ingredients"), results.comparison("fast-slow")
     pace = results.output("pace-hatexplain")
-    seeds = len(study.summary.reference.seeds) if study.summary.reference else 0
     return [
         MainFinding(
             "Dynamics, init or weak baseline? A weak baseline.",
             "With AdamW and the plain init `fan_in`, an `euler` coupling changes perplexity by "
             f"{_change(study, WEAK_EULER, WEAK_REFERENCE)}; with Muon and the init `modern`, which change "
             f"it by {_pair(study, REFERENCE, WEAK_REFERENCE)} for free, by {_change(study, EULER)} "
-            f"({describe_scale(study)}, {seeds} seeds); a slow path changes that baseline by "
+            f"({describe_scale(study)}, {_seeds(study, WEAK_EULER)}); a slow path changes that baseline by "
             f"{_change(slow, f'slow{MUON}@modern')} ({describe_scale(slow)}).",
         ),
         MainFinding(
@@ -53,12 +54,22 @@ def main_findings(results: Results) -> list[MainFinding]:
             f"{_pair(study, WEAK_SYMMETRIC, WEAK_REFERENCE)}.",
         ),
         MainFinding(
+            "On the best baseline differential attention pays; couplings of softmax attention do not.",
+            f"There `differential` changes {_change(study, DIFFERENTIAL)} ({_seeds(study, DIFFERENTIAL)}), "
+            f"the couplings `euler` {_change(study, EULER)} ({_seeds(study, EULER)}) and `affine` "
+            f"{_change(study, AFFINE)} ({_seeds(study, AFFINE)}).",
+        ),
+        MainFinding(
             "A faster query-key circuit sharpens attention; too fast costs accuracy.",
             "On HateXplain, with r = 10 and nothing else changed: "
             + "; ".join(str(read_change(pace, name, "10")) for name in SHARPER)
             + f". With r = 30, as published: {read_change(pace, 'performance', '30')}.",
         ),
     ]
+
+
+def _seeds(comparison: Comparison, name: str) -> str:
+    return f"{len(find_arm(comparison, name).seeds)} seeds"
 
 
 def _change(comparison: Comparison, name: str, against: str | None = None) -> str:
