@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from browser import chromium  # noqa: F401 - a fixture: one per process, Playwright allows no second
 from words import WORDS
 
 torch.set_num_threads(1)  # test processes run in parallel

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from browser import CHROMIUM, axe_violations, chromium, watch_page  # noqa: F401 - a fixture
+from browser import CHROMIUM, axe_violations, watch_page
 from built_site import broken_links, external_resources, read_site
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from browser import chromium  # noqa: F401 - a fixture
 from made_pace import pace_summary
 from made_study import FINAL, HOSTILE, write_study
 from qkflow.report.figure_page import FigureSection, line_figure, line_trace, render_figure_page
