@@ -31,6 +31,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_fuzzed_commands(world: Path) -> None:
+    # Files of the cache differ from one world to the next: `make fuzz` damages them, repeatable cases do not.
+    files = {name: paths for name, paths in world_files(world).items() if name != "cache"}
+
     @hypothesis.seed(17)
     @hypothesis.settings(
         max_examples=CASES,
@@ -39,7 +42,7 @@ def test_fuzzed_commands(world: Path) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(cases(world_files(world), quick=True))
+    @hypothesis.given(cases(files, quick=True))
     def check(case: Case) -> None:
         outcome = run_case(case, world)
         assert outcome.kind in ("success", "refusal"), f"{case_to_json(case)}\n{outcome.problem}"

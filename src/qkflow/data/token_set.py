@@ -23,6 +23,7 @@ from qkflow import files
 from qkflow.data import splits
 from qkflow.data.tokenizer import Tokenizer, tokenizer_from_str
 from qkflow.data.windows import EvalWindows
+from qkflow.errors import InputError
 from qkflow.plain_data import has_layout, load_json, read_json, read_text
 
 FORMAT_VERSION = 1
@@ -65,7 +66,14 @@ class TokenSet:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return tokenizer_from_str(read_text(self.folder / "tokenizer.json"), self.eos_token_id)
+        path = self.folder / "tokenizer.json"
+        try:
+            return tokenizer_from_str(read_text(path), self.eos_token_id)
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise InputError(
+                f"{path} is damaged ({error}): `qkflow data verify` prepares the corpus again",
+                code="corrupt-token-set",
+            ) from None
 
     def tokens(self, split: str) -> np.ndarray:
         """Return all token ids of a split, (n_tokens,) read-only; empty if the corpus lacks the split."""
