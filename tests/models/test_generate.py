@@ -93,7 +93,9 @@ def test_cpu_decoder_matches_full_forward(coupling: str, scoring: str, options: 
     check_cpu_decoder(model, length=12, n_prompt=6)
 
 
-@pytest.mark.parametrize("slow", [{"ratio": 2}, {"ratio": 3, "gate": "vector", "inject": "each"}])
+@pytest.mark.parametrize(
+    "slow", [{"ratio": 2}, {"ratio": 3, "gate": "vector", "inject": "each"}, {"ratio": 3, "pool_after": 1}]
+)
 def test_cpu_decoder_with_slow_path(slow: dict[str, Any]) -> None:
     model = small_model(slow=slow, attention={"coupling": "leapfrog"}).eval()
     check_cpu_decoder(model, length=14, n_prompt=5)

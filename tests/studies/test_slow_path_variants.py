@@ -51,8 +51,8 @@ def test_overrides_of_each_ablation(name: str, gate_init: float, freezes: list[s
 
 def test_options_and_an_existing_slow_path() -> None:
     assert slow_path_variant("slow:P=4:inject=each:gate=vector", TINY, 128).model["slow"] == {
-        "ratio": 4, "n_layers": 2, "hidden_dim": None, "gate": "vector", "gate_init": 0.0, "inject": "each",
-        "output_init": "random", "attention": {},
+        "ratio": 4, "n_layers": 2, "hidden_dim": None, "gate": "vector", "gate_init": 0.0, "pool_after": 0,
+        "inject": "each", "output_init": "random", "attention": {},
     }  # fmt: skip
     base = preset(
         "tiny", slow={"ratio": 3, "n_layers": 1, "gate_init": 0.5, "attention": {"coupling": "drift"}}
@@ -66,7 +66,13 @@ def test_options_and_an_existing_slow_path() -> None:
 
 @pytest.mark.parametrize(
     ("options", "seq_len"),
-    [("", 128), (":ratio=2:n_layers=4", 128), (":ratio=3:n_layers=1", 50), (":ratio=2:n_layers=9", 64)],
+    [
+        ("", 128),
+        (":pool_after=1", 128),
+        (":ratio=2:n_layers=4", 128),
+        (":ratio=3:n_layers=1", 50),
+        (":ratio=2:n_layers=9", 64),
+    ],
 )
 def test_dense_matched_has_the_flops_of_the_slow_path(options: str, seq_len: int) -> None:
     slow, _ = build(f"slow{options}", seq_len=seq_len)

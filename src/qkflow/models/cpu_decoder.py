@@ -92,21 +92,22 @@ class CPUDecoder:
         x = self.model.embedding.weight[token]
         if self.model.embedding_norm is not None:
             x = self.model.embedding_norm(x)
-        x = self.block_stack(x, self.caches, self._slow_path_injection(x))
+        inject = None if self.model.slow is None else self._inject_slow_path
+        x = self.block_stack(x, self.caches, inject)
         logits = torch.mv(self.output_weight, x * self.model.norm.weight).mul_(_inverse_rms(x, self.eps))
         return softcap_logits(logits, self.model.config.logit_softcap)
 
-    def _slow_path_injection(self, x: Tensor) -> Callable[[Tensor, int], Tensor] | None:
-        """Return the injection before each layer; the slow layers run when x completes a block."""
+    def _inject_slow_path(self, x: Tensor, layer: int) -> Tensor:
+        """Return the input (dim,) of fast layer `layer`; the slow layers run when x completes a block."""
         slow = self.model.slow
-        if slow is None:
-            return None
-        mean = self.slow_cache.append_inputs(x.view(1, 1, -1))
-        if mean.shape[1]:
-            y = self.slow_block_stack(mean.view(-1), self.slow_cache.kv_caches)
-            self.slow_cache.append_outputs(slow.phi(y.view(1, 1, -1)))
-        slow_output = self.slow_cache.read_outputs(1).view(-1)
-        return lambda x, layer: slow.inject(x, slow_output, layer)
+        assert slow is not None
+        if layer == slow.pool_after:
+            mean = self.slow_cache.append_inputs(x.view(1, 1, -1))
+            if mean.shape[1]:
+                y = self.slow_block_stack(mean.view(-1), self.slow_cache.kv_caches)
+                self.slow_cache.append_outputs(slow.phi(y.view(1, 1, -1)))
+            self.slow_output = self.slow_cache.read_outputs(1).view(-1)
+        return slow.inject(x, self.slow_output, layer) if layer >= slow.pool_after else x
 
 
 def _is_supported_block(block: nn.Module) -> bool:

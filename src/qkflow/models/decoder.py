@@ -172,15 +172,15 @@ class Decoder(nn.Module):
         mask = first.make_mask(
             length, past_length + length, attention_mask, document_ids, x.device, x.shape[0]
         )
-        if self.slow is not None:
-            slow_output = self.slow(
-                x,
-                attention_mask=attention_mask,
-                document_ids=document_ids,
-                cache=caches[-1] if caches else None,
-            )
         for layer, block in enumerate(self.blocks):
-            if self.slow is not None:
+            if self.slow is not None and layer == self.slow.pool_after:
+                slow_output = self.slow(
+                    x,
+                    attention_mask=attention_mask,
+                    document_ids=document_ids,
+                    cache=caches[-1] if caches else None,
+                )
+            if self.slow is not None and layer >= self.slow.pool_after:
                 x = self.slow.inject(x, slow_output, layer)
             if self.activation_checkpointing and self.training and caches is None:
                 x = checkpoint(block, x, rotation, mask, use_reentrant=False)

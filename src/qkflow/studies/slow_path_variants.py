@@ -68,7 +68,7 @@ def match_dense(config: ModelConfig, slow: SlowPathConfig, seq_len: int) -> dict
     base = flops()
     layer = flops(n_layers=2) - base
     unit = flops(hidden_dim=one_layer.resolved_hidden_dim + 1) - base  # one hidden unit of one layer
-    slow_path = flops(slow=dataclasses.replace(slow, inject="once")) - base
+    slow_path = flops(slow=dataclasses.replace(slow, inject="once", pool_after=0)) - base
     total = base + (config.n_layers - 1) * layer + slow_path
     n_layers = config.n_layers + int(slow_path // layer)
     hidden_dim = one_layer.resolved_hidden_dim + slow_path % layer / (unit * n_layers)

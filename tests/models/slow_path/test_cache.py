@@ -19,16 +19,17 @@ from qkflow.models.slow_path.cache import SlowPathCache
 BASE: dict[str, Any] = {"vocab_size": 24, "n_layers": 2, "dim": 16, "n_heads": 2, "init": "fan_in"}
 
 
-def decoder(P: int = 4, dtype: torch.dtype = torch.float64, **attention: Any) -> Decoder:
+def decoder(P: int = 4, dtype: torch.dtype = torch.float64, pool_after: int = 0, **attention: Any) -> Decoder:
     config = {
         **BASE,
         "attention": attention,
-        "slow": {"ratio": P, "n_layers": 2, "gate_init": 0.8, "inject": "each"},
+        "slow": {"ratio": P, "n_layers": 2, "gate_init": 0.8, "inject": "each", "pool_after": pool_after},
     }
     return Decoder(ModelConfig.from_dict(config), seed=0, dtype=dtype).eval()
 
 
 MODELS = {P: decoder(P) for P in (2, 3, 4, 8)}
+POOLED_AFTER_LAYER = decoder(3, pool_after=1)
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -44,12 +45,14 @@ def decode(
 
 
 @given(
-    st.sampled_from(sorted(MODELS)), st.lists(st.integers(1, 11), min_size=1, max_size=10), st.integers(0, 99)
+    st.sampled_from([*MODELS.values(), POOLED_AFTER_LAYER]),
+    st.lists(st.integers(1, 11), min_size=1, max_size=10),
+    st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
-def test_chunked_decoding_matches_full_forward(P: int, sizes: list[int], seed: int) -> None:
+def test_chunked_decoding_matches_full_forward(model: Decoder, sizes: list[int], seed: int) -> None:
     ids = tokens(2, sum(sizes), seed=seed)
-    torch.testing.assert_close(decode(MODELS[P], ids, sizes), MODELS[P](ids))
+    torch.testing.assert_close(decode(model, ids, sizes), model(ids))
 
 
 @pytest.mark.parametrize(

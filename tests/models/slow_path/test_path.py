@@ -36,22 +36,28 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 def reference(model: Any, ids: Tensor) -> Tensor:
     """Evaluate the equations of the module docstring token by token."""
     P, x = model.slow.ratio, model.embedding(ids)
-    means = torch.stack([x[:, k * P : (k + 1) * P].mean(1) for k in range(ids.shape[1] // P)], 1)
-    y = means
+    for layer, block in enumerate(model.blocks):
+        if layer == model.slow.pool_after:
+            slow_output = reference_slow_output(model, x, P)
+        if str(layer) in model.slow.gates:
+            x = x + model.slow.gates[str(layer)].value * slow_output
+        x = x + block.attention.reference(block.attention_norm(x))[0]
+        x = x + block.feed_forward(block.feed_forward_norm(x))
+    return model.norm(x)
+
+
+def reference_slow_output(model: Any, x: Tensor, P: int) -> Tensor:
+    """Return ũ (B, T, C) of the residual stream x."""
+    y = torch.stack([x[:, k * P : (k + 1) * P].mean(1) for k in range(x.shape[1] // P)], 1)
     for block in model.slow.blocks:
         y = y + block.attention.reference(block.attention_norm(y))[0]
         y = y + block.feed_forward(block.feed_forward_norm(y))
     phi = model.slow.phi
     u = phi.down(torch.nn.functional.silu(phi.up(phi.norm(y))))
     slow_output = torch.zeros_like(x)
-    for t in range(P - 1, ids.shape[1]):
+    for t in range(P - 1, x.shape[1]):
         slow_output[:, t] = u[:, (t + 1) // P - 1]
-    for layer, block in enumerate(model.blocks):
-        if str(layer) in model.slow.gates:
-            x = x + model.slow.gates[str(layer)].value * slow_output
-        x = x + block.attention.reference(block.attention_norm(x))[0]
-        x = x + block.feed_forward(block.feed_forward_norm(x))
-    return model.norm(x)
+    return slow_output
 
 
 @pytest.mark.parametrize("inject", ["once", "each", [1]])
@@ -62,6 +68,16 @@ def test_forward_matches_reference(gate: str, inject: str | list[int]) -> None:
     assert len(model.slow.gates) == (2 if inject == "each" else 1)
     torch.testing.assert_close(model(ids), reference(model, ids))
     assert not torch.allclose(model(ids), decoder()(ids))
+
+
+@pytest.mark.parametrize("inject", ["once", "each"])
+def test_pooling_after_the_first_layer_matches_reference(inject: str) -> None:
+    model = decoder(ratio=4, n_layers=1, gate_init=0.6, pool_after=1, inject=inject)
+    ids = tokens(2, 19)
+    assert list(model.slow.gates) == ["1"]
+    torch.testing.assert_close(model(ids), reference(model, ids))
+    embeddings = decoder(ratio=4, n_layers=1, gate_init=0.6, inject=[1])
+    assert not torch.allclose(model(ids), embeddings(ids)), "pooled the embeddings"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +109,8 @@ def test_slow_attention_options_override_fast_ones() -> None:
 
 
 @lru_cache
-def open_gate_decoder(P: int, inject: str = "once") -> Any:
-    return decoder(ratio=P, n_layers=2, gate_init=1.5, inject=inject)
+def open_gate_decoder(P: int, inject: str = "once", pool_after: int = 0) -> Any:
+    return decoder(ratio=P, n_layers=2, gate_init=1.5, inject=inject, pool_after=pool_after)
 
 
 @st.composite
@@ -136,6 +152,14 @@ def test_perturbation_reaches_only_later_tokens_of_the_document(
     differs = (model(ids, document_ids=documents) != model(changed, document_ids=documents)).any(-1)
     expected[b, t:end] = True
     assert torch.equal(differs, expected)
+
+
+@pytest.mark.parametrize("t", [0, 3, 4, 9, 18])
+def test_perturbation_with_pooling_after_a_layer(t: int) -> None:
+    model, ids = open_gate_decoder(4, "each", pool_after=1), tokens(1, 19)
+    changed = ids.clone()
+    changed[0, t] = (ids[0, t] + 1) % BASE["vocab_size"]
+    assert torch.equal((model(ids) != model(changed)).any(-1)[0], torch.arange(19) >= t)
 
 
 def test_a_leak_shows_only_with_an_open_gate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +295,8 @@ def test_compile_activation_checkpointing_and_bf16() -> None:
         ({"inject": [2]}, "invalid-inject-layers"),
         ({"inject": [1, 1]}, "invalid-inject-layers"),
         ({"inject": []}, "invalid-inject-layers"),
+        ({"inject": [0], "pool_after": 1}, "invalid-inject-layers"),
+        ({"pool_after": 2}, "invalid-pool-after"),
         ({"output_init": "zeros"}, "unknown-output-init"),
         ({"output_init": "zero"}, "slow-path-cannot-train"),
         ({"rato": 4}, "unknown-key"),

@@ -22,8 +22,9 @@ class SlowPathConfig:
     hidden_dim   hidden size of the feedback MLP φ; default: the model's `dim`
     gate         `scalar`, `vector` or `tanh`
     gate_init    initial g; at 0 the model equals the fast path at init
-    inject       `once`: add ũ before the first fast layer; `each`: before every fast layer, each with its own
-                 gate; or a list of layer indices, counted from 0
+    pool_after   number of fast layers before the residual stream is pooled; 0: pool the embeddings
+    inject       `once`: add ũ before the next fast layer; `each`: before every fast layer from there on, each
+                 with its own gate; or a list of layer indices, counted from 0
     output_init  init of φ's last matrix: `random` like every other matrix, or `zero` (needs gate_init ≠ 0)
     attention    overrides of the fast path's attention options, e.g. `{coupling: euler}`; `window` (counted
                  in blocks) and `dropout` are not inherited: they are off unless set here
@@ -34,6 +35,7 @@ class SlowPathConfig:
     hidden_dim: Annotated[int, Range(1, 10**7)] | None = None
     gate: str = "scalar"
     gate_init: float = 0.0
+    pool_after: Annotated[int, Range(high=10**4)] = 0
     inject: str | list[int] = "once"
     output_init: OutputInit = "random"
     attention: dict[str, Any] = field(default_factory=dict)
@@ -56,15 +58,23 @@ class SlowPathConfig:
 
     def injection_layers(self, n_layers: int) -> list[int]:
         """Return the sorted indices of the fast layers, out of `n_layers`, that get a gate."""
+        first = self.pool_after
+        if first >= n_layers:
+            raise InputError(
+                f"model.slow.pool_after must be less than the {n_layers} fast layers, not {first}, so that a "
+                "layer is left to read the slow path",
+                code="invalid-pool-after",
+            )
         if isinstance(self.inject, str):
             if self.inject not in ("once", "each"):
                 raise unknown("model.slow.inject", self.inject, ("once", "each"), code="unknown-inject")
-            return [0] if self.inject == "once" else list(range(n_layers))
+            return [first] if self.inject == "once" else list(range(first, n_layers))
         layers = list(self.inject)
-        in_range = all(0 <= layer < n_layers for layer in layers)
+        in_range = all(first <= layer < n_layers for layer in layers)
         if not layers or not in_range or len(set(layers)) < len(layers):
             raise InputError(
-                f"model.slow.inject must list fast layers from 0 to {n_layers - 1}, each once, not {layers}",
+                f"model.slow.inject must list fast layers from {first} to {n_layers - 1}, each once, "
+                f"not {layers}",
                 code="invalid-inject-layers",
             )
         return sorted(layers)

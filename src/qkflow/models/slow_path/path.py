@@ -4,8 +4,9 @@
     u = φ(y) = W_down·silu(W_up·norm(y))  (B, K, C)
     x ← x + g ⊙ ũ                         (B, T, C), ũ_t = u of the last completed block, or 0
 
-Attention over blocks is causal, and token t reads only blocks that end at or before t. The model is therefore
-causal for every g. Our reading of Gao, arXiv 2606.16730: docs/slow_path.md.
+x is the residual stream before fast layer `pool_after`; at 0, the embeddings. Attention over blocks is
+causal, and token t reads only blocks that end at or before t. The model is therefore causal for every g. Our
+reading of Gao, arXiv 2606.16730: docs/slow_path.md.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class SlowPath(nn.Module):
         **factory_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.ratio = config.ratio
+        self.ratio, self.pool_after = config.ratio, config.pool_after
         self.blocks = nn.ModuleList(blocks)
         self.phi = FeedbackMLP(
             dim, config.hidden_dim or dim, norm_eps, config.output_init == "zero", **factory_kwargs
