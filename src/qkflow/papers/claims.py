@@ -7,11 +7,11 @@ ones. Verdicts on differences are those of `qkflow.studies`, computed again from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.design import SeedDesign, TestResult, Verdict, decide
 from qkflow.studies.results import ArmSummary
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT, PairedDifference, holm
+
+Key = TypeVar("Key", bound=Hashable)
 
 _PACKAGED = Path(__file__).with_name("results")
 _REPOSITORY = Path(__file__).parents[3] / "docs" / "results"
@@ -304,25 +306,37 @@ def judge_pairs(
 
     A pair that shares too few seeds for a verdict is left out.
     """
-    config = comparison.summary.config
-    design = SeedDesign.fixed(config.confidence, config.margin_nats)
     differences = {}
     for name, against in pairs:
         first, second = (find_arm(comparison, each).losses for each in (name, against))
         seeds = sorted(first.keys() & second.keys())
         if len(seeds) >= MIN_SEEDS_FOR_VERDICT:
-            differences[name, against] = design.difference(
+            differences[name, against] = seed_design(comparison).difference(
                 [first[seed] for seed in seeds], [second[seed] for seed in seeds]
             )
+    return judge_differences(comparison, differences)
+
+
+def judge_differences(
+    comparison: Comparison, differences: Mapping[Key, PairedDifference]
+) -> dict[Key, tuple[PairedDifference, Verdict]]:
+    """Return every difference with its verdict, corrected together (Holm)."""
     p, direction, p_equivalent, mean = (
         np.array([getattr(each, field) for each in differences.values()], dtype=float)
         for field in ("p", "direction", "p_equivalent", "mean")
     )
+    design = seed_design(comparison)
     verdicts = decide(TestResult(holm(p), direction, holm(p_equivalent)), mean, design)
     return {
-        pair: (difference, Verdict(str(verdict)))
-        for (pair, difference), verdict in zip(differences.items(), verdicts, strict=True)
+        key: (difference, Verdict(str(verdict)))
+        for (key, difference), verdict in zip(differences.items(), verdicts, strict=True)
     }
+
+
+def seed_design(comparison: Comparison) -> SeedDesign:
+    """Return the design of a stored comparison: its seeds are all there, so their number is fixed."""
+    config = comparison.summary.config
+    return SeedDesign.fixed(config.confidence, config.margin_nats)
 
 
 def describe_scale(comparison: Comparison) -> str:
