@@ -14,19 +14,35 @@ from qkflow.cli.commands.registry import print_rows
 from qkflow.papers.claims import Finding, LedgerRow, Results, build_ledger
 from qkflow.papers.coupled_dynamics.contrasts import contrast_rows, start_by_dynamics_rows
 from qkflow.papers.coupled_dynamics.corpora import corpus_rows, predictor_rows
+from qkflow.papers.coupled_dynamics.factorial import factorial_rows
 from qkflow.papers.coupled_dynamics.lr_limits import lr_limit_rows
 from qkflow.papers.coupled_dynamics.token_budgets import token_budget_rows
+from qkflow.papers.faster_qk.schedules import schedule_rows
 from qkflow.papers.findings import MainFinding, main_findings
 from qkflow.papers.ledger import select_claims
+from qkflow.papers.open_questions import open_question_rows
 
-TableName = Literal["ingredients", "start-by-dynamics", "corpora", "predictors", "token-budgets", "lr-limits"]
+TableName = Literal[
+    "ingredients",
+    "start-by-dynamics",
+    "symmetric-factorial",
+    "corpora",
+    "predictors",
+    "token-budgets",
+    "lr-limits",
+    "pace-schedules",
+    "open-questions",
+]
 TABLES: dict[TableName, Callable[[Results], list[dict[str, str]]]] = {
     "ingredients": contrast_rows,
     "start-by-dynamics": start_by_dynamics_rows,
+    "symmetric-factorial": factorial_rows,
     "corpora": corpus_rows,
     "predictors": predictor_rows,
     "token-budgets": token_budget_rows,
     "lr-limits": lr_limit_rows,
+    "pace-schedules": schedule_rows,
+    "open-questions": open_question_rows,
 }
 STATUS_STYLES = {"consistent": "green", "contradicted": "red", "mixed": "yellow"}
 
@@ -57,10 +73,12 @@ def claims(
         dial: coupling, timescale or pace (default: all).
         findings: print the main findings instead, one sentence each.
         table: print a table of the stored studies instead. ingredients: which part of a coupling does the
-            work; start-by-dynamics: a symmetric init and a coupling that starts as the identity; corpora:
-            gains by corpus beside measures of the text; predictors: correlations of these measures with the
-            gain; token-budgets: gains by tokens of training, and which hypothesis predicts the largest;
-            lr-limits: the largest learning rate that trains.
+            work; start-by-dynamics: a symmetric init and a coupling that starts as the identity;
+            symmetric-factorial: the gain of a symmetric init by the other parts of the init; corpora: gains
+            by corpus beside measures of the text; predictors: correlations of these measures with the gain;
+            token-budgets: gains by tokens of training, and which hypothesis predicts the largest; lr-limits:
+            the largest learning rate that trains; pace-schedules: ratios of the learning rates in language
+            modeling; open-questions: what is not settled, the recipe that would settle it, and its cost.
         results: folder with stored results (default: those of this version).
         markdown: print Markdown, as in docs/claims.md.
         json: print one JSON object.

@@ -21,8 +21,8 @@ from scipy.optimize import minimize_scalar
 from qkflow.papers.claims import Results, compare_arms
 from qkflow.papers.coupled_dynamics.claims import (
     CORPUS_WEAK_EULER,
+    DIFFERENTIAL,
     EULER,
-    MUON,
     REFERENCE,
     STUDY,
     WEAK_EULER,
@@ -56,7 +56,7 @@ GAINS = (
     Gain("euler, modern, Muon", (EULER,), (REFERENCE,)),
     Gain(
         "differential, modern, Muon",
-        ("differential{train.optimizer=muon}@modern", f"differential{MUON}@modern"),
+        (DIFFERENTIAL, "differential{train.lr=0.006,train.optimizer=muon}@modern"),
         (REFERENCE,),
     ),
     Gain("modern and Muon instead of fan_in and AdamW", (REFERENCE,), WEAK),
