@@ -27,7 +27,9 @@ GROUPS: dict[str, dict[str, str]] = {
         "standard, init modern": arms.REFERENCE,
         "+ euler coupling": arms.EULER,
         "+ affine coupling": arms.AFFINE,
+        "+ symmetric init": arms.SYMMETRIC,
         "+ differential scoring": arms.DIFFERENTIAL,
+        "+ its norm alone": arms.SOFTMAX_NORM,
     },
 }
 ROW, LEFT, WIDTH, TOP, BOTTOM = 22, 190, 720, 46, 40

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from qkflow.papers.claims import Results, compare_arms, describe_scale, find_arm, judged_difference
 from qkflow.papers.coupled_dynamics.claims import (
     AFFINE,
+    AFFINE_DIFFERENTIAL,
     DIFFERENTIAL,
     EULER,
     MUON,
     REFERENCE,
-    UNCOUPLED,
+    SOFTMAX_NORM,
+    SYMMETRIC,
     WEAK_DRIFT,
     WEAK_EULER,
     WEAK_REFERENCE,
@@ -41,29 +43,26 @@ def main_findings(results: Results) -> list[MainFinding]:
         MainFinding(
             "Dynamics, init or weak baseline? A weak baseline.",
             "With AdamW and the plain init `fan_in`, an `euler` coupling changes perplexity by "
-            f"{_change(study, WEAK_EULER, WEAK_REFERENCE)}; with Muon and the init `modern`, which change "
-            f"it by {_pair(study, REFERENCE, WEAK_REFERENCE)} for free, by {_change(study, EULER)} "
-            f"({describe_scale(study)}, {_seeds(study, WEAK_EULER)}); a slow path changes that baseline by "
-            f"{_change(slow, f'slow{MUON}@modern')} ({describe_scale(slow)}).",
+            f"{_change(study, WEAK_EULER, WEAK_REFERENCE)}, its linear drift q + Δ·k alone by "
+            f"{_pair(study, WEAK_DRIFT, WEAK_REFERENCE)} and a free symmetric init by "
+            f"{_pair(study, WEAK_SYMMETRIC, WEAK_REFERENCE)}; with Muon and the init `modern`, which change "
+            f"it by {_pair(study, REFERENCE, WEAK_REFERENCE)} for free, `euler` changes it by "
+            f"{_change(study, EULER)} ({describe_scale(study)}, {_seeds(study, EULER)}).",
         ),
         MainFinding(
-            "The gain on the weak baseline is the linear drift, and a free init does more.",
-            f"There q + Δ·k alone changes {_pair(study, WEAK_DRIFT, WEAK_REFERENCE)}, the network of `euler` "
-            f"adds {_pair(study, WEAK_EULER, WEAK_DRIFT)}, uncoupled networks change "
-            f"{_pair(study, UNCOUPLED, WEAK_REFERENCE)}, and a symmetric init changes "
-            f"{_pair(study, WEAK_SYMMETRIC, WEAK_REFERENCE)}.",
-        ),
-        MainFinding(
-            "On the best baseline differential attention pays; couplings of softmax attention do not.",
-            f"There `differential` changes {_change(study, DIFFERENTIAL)} ({_seeds(study, DIFFERENTIAL)}), "
-            f"the couplings `euler` {_change(study, EULER)} ({_seeds(study, EULER)}) and `affine` "
-            f"{_change(study, AFFINE)} ({_seeds(study, AFFINE)}).",
+            "On the best baseline differential attention pays; no coupling of softmax attention does.",
+            f"There `differential` changes perplexity by {_change(study, DIFFERENTIAL)}, its norm without "
+            f"its difference by {_change(study, SOFTMAX_NORM)}, the couplings `euler` by "
+            f"{_change(study, EULER)} and `affine` by {_change(study, AFFINE)}, a symmetric init by "
+            f"{_change(study, SYMMETRIC)} ({describe_scale(study)}, {_seeds(study, DIFFERENTIAL)}), a "
+            f"slow path by {_change(slow, f'slow{MUON}@modern')} ({describe_scale(slow)}); `affine` on top "
+            f"of `differential` adds {_pair(study, AFFINE_DIFFERENTIAL, DIFFERENTIAL)}, tested alone.",
         ),
         MainFinding(
             "A faster query-key circuit sharpens attention; too fast costs accuracy.",
             "On HateXplain, with r = 10 and nothing else changed: "
             + "; ".join(str(read_change(pace, name, "10")) for name in SHARPER)
-            + f". With r = 30, as published: {read_change(pace, 'performance', '30')}.",
+            + f"; with r = 30, as published: {read_change(pace, 'performance', '30')}.",
         ),
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from qkflow.papers.claims import Results, find_arm, judge_pairs
 from qkflow.papers.coupled_dynamics import contrasts
-from qkflow.papers.coupled_dynamics.contrasts import CONTRASTS, contrast_rows, start_by_dynamics_rows
+from qkflow.papers.coupled_dynamics.contrasts import GROUPS, contrast_rows, start_by_dynamics_rows
 from qkflow.studies import compare, save_record
 from qkflow.studies.design import Verdict
 from toy_study import SMALL_GRID, TOY
@@ -19,7 +19,8 @@ from toy_study import SMALL_GRID, TOY
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder: Path = tmp_path_factory.mktemp("results")
     compare("toy text", variants="standard,euler,drift", out=folder / "study", **SMALL_GRID, **TOY)
-    save_record(folder / "study", folder / f"{contrasts.STUDY}.json")
+    for name in {group.study for group in GROUPS}:
+        save_record(folder / "study", folder / f"{name}.json")
     return Results(folder)
 
 
@@ -41,7 +42,7 @@ def test_arms_that_are_not_in_the_study_are_not_run(toy: Results) -> None:
 
 def test_contrasts_of_the_stored_study() -> None:
     rows = contrast_rows(Results())
-    assert len(rows) == sum(map(len, CONTRASTS.values()))
+    assert len(rows) == sum(len(group.contrasts) for group in GROUPS)
     verdicts = {(row["on"], row["ingredient"]): row["verdict"] for row in rows}
     assert verdicts["AdamW, fan_in", "symmetric init, W_Q + W_K"] == "helps"
     assert verdicts["AdamW, fan_in", "networks on q and k, uncoupled"] in ("undecided", "equivalent")

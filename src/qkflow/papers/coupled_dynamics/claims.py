@@ -30,9 +30,13 @@ DIFFERENTIAL, AFFINE_DIFFERENTIAL, DIFFERENTIAL_V2, SOFTMAX_NORM = (
     f"{name}{{train.optimizer=muon}}@modern"
     for name in ("differential", "affine+differential", "differential_v2", "softmax_norm")
 )
+SYMMETRIC, AFFINE_SYMMETRIC = (f"{name}{MUON}@modern+symmetric_score=1" for name in ("standard", "affine"))
 # Stored studies of other corpora: the same arms at fewer tokens, with the learning rates of WikiText-2.
 CORPORA = {"biomedical": "biomedical sentences", "web": "web text"}
 CORPUS_WEAK_EULER = "euler{train.lr=0.006}@fan_in"
+# Stored study of the symmetric init and of shorter steps, from fan_in with one rate.
+CONTROLS_STUDY = "symmetric-controls"
+SEVEN_SHORT_STEPS = "euler:n=7:step=0.0143{train.lr=0.006}@fan_in"
 PUBLISHED_TOKEN_RATIO = 2.4
 PUBLISHED_PARAMETERS = 0.0011  # of the 60M model
 ROUNDING = 0.5e-4  # of the published share
@@ -151,6 +155,13 @@ CLAIMS = (
             Paired(STUDY, LEAPFROG, WEAK_EULER, Verdict.EQUIVALENT, "leapfrog against euler, fan_in, AdamW"),
             Paired(
                 STUDY, SEVEN_STEPS, WEAK_EULER, Verdict.EQUIVALENT, "euler, 7 steps against 1, fan_in, AdamW"
+            ),
+            Paired(
+                CONTROLS_STUDY,
+                SEVEN_SHORT_STEPS,
+                CORPUS_WEAK_EULER,
+                Verdict.EQUIVALENT,
+                "euler, 7 steps of a seventh of the size against 1, fan_in, AdamW",
             ),
         ),
         to_settle=StudyCost("integrators", "step-counts"),

@@ -15,15 +15,19 @@ from qkflow.papers.claims import Results, judge_pairs
 from qkflow.papers.coupled_dynamics.claims import (
     AFFINE,
     AFFINE_DIFFERENTIAL,
+    AFFINE_SYMMETRIC,
+    CONTROLS_STUDY,
     DIFFERENTIAL,
     DIFFERENTIAL_V2,
     EULER,
     LEAPFROG,
     MUON,
     REFERENCE,
+    SEVEN_SHORT_STEPS,
     SEVEN_STEPS,
     SOFTMAX_NORM,
     STUDY,
+    SYMMETRIC,
     UNCOUPLED,
     WEAK_AFFINE,
     WEAK_DRIFT,
@@ -31,13 +35,17 @@ from qkflow.papers.coupled_dynamics.claims import (
     WEAK_REFERENCE,
     WEAK_SYMMETRIC,
 )
+from qkflow.report.document import format_count
 from qkflow.report.tables import format_change
 from qkflow.studies import Comparison
 
-SEVEN_SHORT_STEPS = "euler{n=7,step=0.0143,train.lr=0.006}@fan_in"
-WEAK_AFFINE_SYMMETRIC = "affine{train.lr=0.006}@fan_in+symmetric=1"
 NOT_RUN = ("–", "not run")
-SYMMETRIC, AFFINE_SYMMETRIC = (f"{name}{MUON}@modern+symmetric_score=1" for name in ("standard", "affine"))
+FIXED_LR = "{train.lr=0.006}"  # of the study of the symmetric init
+PLAIN = f"standard{FIXED_LR}"
+
+
+def _controls_arm(name: str, init: str) -> str:
+    return f"{name}{FIXED_LR}@fan_in{init}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,15 @@ class Contrast:
     against: str
 
 
+@dataclass(frozen=True)
+class ContrastGroup:
+    """Contrasts of one stored study, corrected together."""
+
+    baseline: str
+    study: str
+    contrasts: tuple[Contrast, ...]
+
+
 ADAMW_FAN_IN = (
     Contrast("euler coupling", WEAK_EULER, WEAK_REFERENCE),
     Contrast("its linear drift alone, q + Δ·k", WEAK_DRIFT, WEAK_REFERENCE),
@@ -56,15 +73,23 @@ ADAMW_FAN_IN = (
     Contrast("networks on q and k, uncoupled", UNCOUPLED, WEAK_REFERENCE),
     Contrast("leapfrog instead of euler", LEAPFROG, WEAK_EULER),
     Contrast("7 steps instead of 1, same step size", SEVEN_STEPS, WEAK_EULER),
-    Contrast("7 steps instead of 1, same total time", SEVEN_SHORT_STEPS, WEAK_EULER),
     Contrast("affine coupling, identity at init", WEAK_AFFINE, WEAK_REFERENCE),
     Contrast("symmetric init, W_Q + W_K", WEAK_SYMMETRIC, WEAK_REFERENCE),
-    Contrast("opposite sign, W_Q − W_K", f"{WEAK_REFERENCE}+symmetric=-1", WEAK_REFERENCE),
+)
+SYMMETRIC_CONTROLS = (
+    Contrast("symmetric init, W_Q + W_K", _controls_arm("standard", "+symmetric=1"), PLAIN),
+    Contrast("opposite sign, W_Q − W_K", _controls_arm("standard", "+symmetric=-1"), PLAIN),
     Contrast(
-        "random partner of the same norm, W_Q + P", f"{WEAK_REFERENCE}+random_partner=1", WEAK_REFERENCE
+        "random partner of the same norm, W_Q + P", _controls_arm("standard", "+random_partner=1"), PLAIN
     ),
-    Contrast("W_Q = W_K at init", f"{WEAK_REFERENCE}+tied_qk", WEAK_REFERENCE),
-    Contrast("W_Q = 0 at init", f"{WEAK_REFERENCE}+zero_q", WEAK_REFERENCE),
+    Contrast("W_Q = W_K at init", _controls_arm("standard", "+tied_qk"), PLAIN),
+    Contrast("W_Q = 0 at init", _controls_arm("standard", "+zero_q"), PLAIN),
+    Contrast("mimetic init", _controls_arm("standard", "+mimetic"), PLAIN),
+    Contrast(
+        "7 steps instead of 1, same total time",
+        SEVEN_SHORT_STEPS,
+        _controls_arm("euler", ""),
+    ),
 )
 MUON_MODERN = (
     Contrast("euler coupling", EULER, REFERENCE),
@@ -77,40 +102,69 @@ MUON_MODERN = (
     Contrast("differential scoring, V2", DIFFERENTIAL_V2, REFERENCE),
     Contrast("affine coupling on differential scoring", AFFINE_DIFFERENTIAL, DIFFERENTIAL),
 )
-CONTRASTS = {"AdamW, fan_in": ADAMW_FAN_IN, "Muon, modern": MUON_MODERN}
+GROUPS = (
+    ContrastGroup("AdamW, fan_in", STUDY, ADAMW_FAN_IN),
+    ContrastGroup("AdamW, fan_in", CONTROLS_STUDY, SYMMETRIC_CONTROLS),
+    ContrastGroup("Muon, modern", STUDY, MUON_MODERN),
+)
 
-# The arms with neither, the start, the dynamics, and both.
-START_BY_DYNAMICS = {
-    "AdamW, fan_in": (WEAK_REFERENCE, WEAK_SYMMETRIC, WEAK_AFFINE, WEAK_AFFINE_SYMMETRIC),
-    "Muon, modern": (REFERENCE, SYMMETRIC, AFFINE, AFFINE_SYMMETRIC),
-}
+
+@dataclass(frozen=True)
+class StartByDynamics:
+    """The four arms of a 2×2: the symmetric init or not, an affine coupling or not."""
+
+    baseline: str
+    study: str
+    neither: str
+    start: str
+    dynamics: str
+    both: str
+
+
+START_BY_DYNAMICS = (
+    StartByDynamics(
+        "AdamW, fan_in",
+        CONTROLS_STUDY,
+        PLAIN,
+        _controls_arm("standard", "+symmetric=1"),
+        _controls_arm("affine", ""),
+        _controls_arm("affine", "+symmetric=1"),
+    ),
+    StartByDynamics("Muon, modern", STUDY, REFERENCE, SYMMETRIC, AFFINE, AFFINE_SYMMETRIC),
+)
 
 
 def contrast_rows(results: Results) -> list[dict[str, str]]:
     """Return every contrast with its change of perplexity and verdict."""
-    comparison = results.comparison(STUDY)
     rows = []
-    for baseline, contrasts in CONTRASTS.items():
-        judged = _judge(comparison, [(contrast.arm, contrast.against) for contrast in contrasts])
-        for contrast in contrasts:
+    for group in GROUPS:
+        comparison = results.comparison(group.study)
+        judged = _judge(comparison, [(contrast.arm, contrast.against) for contrast in group.contrasts])
+        for contrast in group.contrasts:
             change, verdict = judged.get((contrast.arm, contrast.against), NOT_RUN)
-            row = {"on": baseline, "ingredient": contrast.ingredient, "change (95%)": change}
-            rows.append({**row, "verdict": verdict})
+            row = {"on": group.baseline, "tokens": _tokens(comparison), "ingredient": contrast.ingredient}
+            rows.append({**row, "change (95%)": change, "verdict": verdict})
     return rows
 
 
 def start_by_dynamics_rows(results: Results) -> list[dict[str, str]]:
     """Return the 2×2 of a symmetric init and a coupling that starts as the identity, for each baseline."""
-    comparison = results.comparison(STUDY)
     rows = []
-    for baseline, (neither, start, dynamics, both) in START_BY_DYNAMICS.items():
-        judged = _judge(comparison, [(dynamics, neither), (both, start)])
-        for init, plain, coupled in (("as it is", neither, dynamics), ("symmetric", start, both)):
+    for each in START_BY_DYNAMICS:
+        comparison = results.comparison(each.study)
+        judged = _judge(comparison, [(each.dynamics, each.neither), (each.both, each.start)])
+        pairs = (("as it is", each.neither, each.dynamics), ("symmetric", each.start, each.both))
+        for init, plain, coupled in pairs:
             change, verdict = judged.get((coupled, plain), NOT_RUN)
-            row = {"on": baseline, "init": init, "standard": _perplexity(comparison, plain)}
+            row = {"on": each.baseline, "tokens": _tokens(comparison), "init": init}
+            row |= {"standard": _perplexity(comparison, plain)}
             row |= {"affine coupling": _perplexity(comparison, coupled)}
             rows.append({**row, "change by the coupling (95%)": change, "verdict": verdict})
     return rows
+
+
+def _tokens(comparison: Comparison) -> str:
+    return format_count(comparison.summary.config.tokens or 0)
 
 
 def _judge(
