@@ -102,10 +102,25 @@ MUON_MODERN = (
     Contrast("differential scoring, V2", DIFFERENTIAL_V2, REFERENCE),
     Contrast("affine coupling on differential scoring", AFFINE_DIFFERENTIAL, DIFFERENTIAL),
 )
+# Stored study of the reference's init and optimizer, whose rate every arm has.
+MODERN_CONTROLS = (
+    Contrast("drift with Δ = 0 at init", "drift:step=0", "standard"),
+    Contrast("drift with Δ = 1 at init", "drift:step=1", "standard"),
+    Contrast("the same, folded into W_Q after 20%", "drift:fold_at=0.2:step=1", "standard"),
+    Contrast("conservative leapfrog (symplectic)", "leapfrog:conservative=true", "standard"),
+    Contrast("euler coupling, 7 steps", "euler:n=7", "standard"),
+    Contrast("symmetric init, score −1", "standard@modern+symmetric_score=-1", "standard"),
+    Contrast("symmetric init, score 3", "standard@modern+symmetric_score=3", "standard"),
+    Contrast("random partner as large as score 1, W_Q + P", "standard@modern+random_partner=0.5", "standard"),
+    Contrast("W_Q = W_K at init", "standard@modern+tied_qk", "standard"),
+    Contrast("W_Q = 0 at init", "standard@modern+zero_q", "standard"),
+    Contrast("query-key normalization", "standard{attention.qk_norm=true}", "standard"),
+)
 GROUPS = (
     ContrastGroup("AdamW, fan_in", STUDY, ADAMW_FAN_IN),
     ContrastGroup("AdamW, fan_in", CONTROLS_STUDY, SYMMETRIC_CONTROLS),
     ContrastGroup("Muon, modern", STUDY, MUON_MODERN),
+    ContrastGroup("Muon, modern", "modern-controls", MODERN_CONTROLS),
 )
 
 
