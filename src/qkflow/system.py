@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +18,23 @@ if TYPE_CHECKING:  # importing torch takes a second, and counting cores does not
     import torch
 
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
 def process_cpu_count() -> int:
     """Return the number of CPU cores this process may use; a container may allow fewer than exist."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when `parent` ends, also by SIGKILL. Linux alone can."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -25,11 +25,11 @@ COMPARE_FLAGS = {
     "device", "engine", "jobs", "threads", "json", "baselines", "dry_run", "max_seeds", "screening_seeds",
     "margin", "pilot", "reuse", "live", "precision", "tune_tokens", "finetune", "finetune_data",
     "finetune_epochs", "finetune_lr", "finetune_examples", "optimizer", "processes_per_run", "cpus_per_run",
-    "gpus_per_run", "address", "slurm_options",
+    "gpus_per_run", "address", "slurm_options", "accumulate",
 }  # fmt: skip
 REPRODUCE_FLAGS = {
     "study", "data", "tokens", "seeds", "stages", "preset", "out", "tokenizer", "seq_len", "batch_size", "lr",
-    "device", "json", "scale", "plan", "show", "markdown",
+    "accumulate", "device", "json", "scale", "plan", "show", "markdown",
     *ExecutionConfig.__dataclass_fields__, *HardwareConfig.__dataclass_fields__,
 }  # fmt: skip
 

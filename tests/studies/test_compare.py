@@ -108,6 +108,12 @@ def test_folder_of_another_comparison_is_rejected(comparison: Comparison) -> Non
         compare("toy text", variants="euler", preset="small", out=comparison.folder, **SMALL_GRID, **TOY)
 
 
+def test_processes_that_cannot_share_a_batch(tmp_path: Path) -> None:
+    with raises_code("batch-not-divisible"):
+        compare("toy", out=tmp_path / "s", variants="euler", processes_per_run=3, **SMALL_GRID, **TOY)
+    assert not (tmp_path / "s").exists()
+
+
 def test_learning_rates_are_tuned_on_a_separate_seed(tmp_path: Path) -> None:
     settings = {"variants": "euler@gpt2", "inits": "gpt2", "seeds": 1, "verdict": False, **TOY}
     comparison = compare("toy", out=tmp_path / "s", tune_lr=True, lr_factors="0.01,1", **settings)

@@ -106,6 +106,16 @@ def test_build_grid_rejects(change: dict[str, tuple[str, ...]], code: str) -> No
         build_grid(replace(CONFIG, **change))  # type: ignore[arg-type]
 
 
+def test_accumulate_is_a_key_of_every_run_if_set() -> None:
+    def train_section(config: ComparisonConfig) -> dict[str, Any]:
+        cell = build_grid(config).cells[0]
+        run: dict[str, Any] = build_run_config(config, cell, seed=0, lr=1e-3, tokens=4096)
+        return run["train"]  # type: ignore[no-any-return]
+
+    assert "accumulate" not in train_section(CONFIG)  # keeps the ids of earlier runs
+    assert train_section(replace(CONFIG, accumulate=2))["accumulate"] == 2
+
+
 QK_NORM = "standard{attention.qk_norm=true}"
 
 

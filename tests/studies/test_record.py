@@ -64,11 +64,11 @@ def test_restored_runs_are_not_repeated(comparison: Comparison, tmp_path: Path) 
     assert load_comparison(folder).verdicts == extended.verdicts
 
 
-def test_records_without_an_optimizer_trained_with_adamw(comparison: Comparison, tmp_path: Path) -> None:
+def test_records_of_versions_without_these_keys(comparison: Comparison, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     save_record(comparison.folder, path)
     record = json.loads(path.read_text())
-    del record["config"]["optimizer"]
+    del record["config"]["optimizer"], record["config"]["accumulate"]
     path.write_text(json.dumps(record | {"config": record["config"] | {"lr": 0.003}}))
     summary = load_comparison(path).summary
     assert (summary.config.optimizer, summary.config.lr) == ("adamw", None)

@@ -43,6 +43,7 @@ _FIXED_PER_STUDY = (
     "tokenizer",
     "seq_len",
     "batch_size",
+    "accumulate",
     "schedule",
     "precision",
     "tokens",
@@ -130,6 +131,7 @@ def compare(
     execution, settings = ExecutionConfig.split(settings)
     config = ComparisonConfig.parse(data=data, **settings)
     grid, study_dir = plan_study(config, out, components)
+    _check_batches(grid, execution.processes_per_run)
     pilot_sd = read_pilot_sd(config.pilot)
     tasks = load_tasks(config)
     if execution.engine == "local":
@@ -237,6 +239,19 @@ def _config_per_tokenizer(grid: Grid) -> list[ComparisonConfig]:
         batch_size = math.ceil(largest.tokens_per_step(grid.config) / seq_len)
         configs.append(replace(grid.config, tokenizer=tokenizer, seq_len=seq_len, batch_size=batch_size))
     return configs
+
+
+def _check_batches(grid: Grid, processes: int) -> None:
+    """Raise InputError if the processes of a run cannot share its batch."""
+    for cell in grid.cells:
+        batch_size = int(cell.variant.override("train.batch_size", grid.config.batch_size))
+        accumulate = int(cell.variant.override("train.accumulate", grid.config.accumulate))
+        if batch_size % (accumulate * processes):
+            raise InputError(
+                f"{cell.name}: a batch of {batch_size} windows is not a multiple of --processes-per-run "
+                f"{processes} × --accumulate {accumulate}",
+                code="batch-not-divisible",
+            )
 
 
 def _check_compatible(config: ComparisonConfig, earlier: ComparisonConfig, study_dir: StudyDir) -> None:

@@ -72,6 +72,7 @@ class ComparisonConfig:
     tokenizer   tokenizer: bytes, bpe:SIZE, a path or hf:NAME.
     seq_len     tokens per window.
     batch_size  windows per optimizer step.
+    accumulate  microbatches per optimizer step, to save memory: `qkflow plan` tells how many a device needs.
     optimizer   muon (AdamW for embeddings, norms and scalars) or adamw, unless a variant sets its own.
     lr          learning rate, unless a variant sets train.lr (default: 0.012 with muon, 0.003 with adamw).
     schedule    learning-rate schedule: cosine, wsd or constant.
@@ -109,6 +110,7 @@ class ComparisonConfig:
     tokenizer: str = "bpe:2048"
     seq_len: Annotated[int, Range(2, high=10**6)] = 128
     batch_size: Annotated[int, Range(1, high=10**6)] = 16
+    accumulate: Annotated[int, Range(1, high=10**6)] = 1
     optimizer: OptimizerName = "muon"
     lr: Positive | None = None
     schedule: Schedule = "cosine"

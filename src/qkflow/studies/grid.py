@@ -160,6 +160,8 @@ def build_run_config(
     # an absent key keeps the ids of runs that were made before the option
     if config.precision != "fp32":
         train.setdefault("precision", config.precision)
+    if config.accumulate != 1:
+        train.setdefault("accumulate", config.accumulate)
     if config.optimizer != "adamw":
         train.setdefault("optimizer", config.optimizer)
     if variant.pace:

@@ -81,7 +81,7 @@ class StudyPlan:
     @classmethod
     def from_dict(cls, study: Mapping[str, Any], source: Path) -> StudyPlan:
         """Build a plan from the plain data of `to_dict`; errors name `source`."""
-        study = _with_optimizer(study)
+        study = _with_absent_keys(study)
         try:
             values = {
                 **{name: study.get(name) for name in ("command", "budgets", "jobs", "created_at")},
@@ -127,11 +127,14 @@ class StudyPlan:
         study_dir.save(self.to_dict())
 
 
-def _with_optimizer(study: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add what earlier versions did not store: they trained with AdamW unless a variant said otherwise."""
+def _with_absent_keys(study: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add what earlier versions did not store: one microbatch, and AdamW unless a variant set another."""
     config = study.get("config")
-    if not isinstance(config, dict) or "optimizer" in config:
+    if not isinstance(config, dict):
         return study
+    config = {"accumulate": 1, **config}
+    if "optimizer" in config:
+        return {**study, "config": config}
     lr = None if config.get("lr") == DEFAULT_LR["adamw"] else config.get("lr")
     config = {**config, "optimizer": "adamw", "lr": lr}
     return {**study, "config": config, "command": f"{study.get('command')} --optimizer adamw"}

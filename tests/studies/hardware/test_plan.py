@@ -50,7 +50,10 @@ def test_hours_and_cost_follow_from_flops() -> None:
     assert planned.hours == pytest.approx(planned.device_hours)
     assert "standard deviations" in planned.power
     many = plan_comparison(config_of(precision="bf16"), HardwareConfig("h100", devices=5, noise=0.5))
-    assert many.hours == pytest.approx(planned.hours / 5)
+    assert many.hours == pytest.approx(planned.hours / 5, rel=0.01)  # 15 runs, three on each device
+    most = plan_comparison(config_of(precision="bf16"), HardwareConfig("h100", devices=8))
+    assert most.hours == pytest.approx(planned.hours * 2 / 15, rel=0.01)  # no run is split over two devices
+    assert most.device_hours == planned.device_hours
     assert many.usd is None
     assert "noise 0.5%" in many.power
 
@@ -97,6 +100,10 @@ def test_batch_is_split_into_microbatches(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("qkflow.studies.hardware.plan.largest_batch", lambda *a: 10)
     (model, *_) = plan_comparison(config, small).models
     assert (model.micro_batch, model.accumulate) == (8, 6)
+    assert any("--accumulate 6" in note for note in plan_comparison(config, small).notes)
+    planned = plan_comparison(config_of(batch_size=48, seq_len=64, accumulate=12), small)
+    assert (planned.models[0].micro_batch, planned.models[0].accumulate) == (4, 12)
+    assert not planned.notes
     monkeypatch.setattr("qkflow.studies.hardware.plan.largest_batch", lambda *a: 0)
     planned = plan_comparison(config, small)
     assert not planned.models[0].fits
@@ -151,6 +158,7 @@ def test_scaling_to_4096_devices() -> None:
     [
         (["--hardware", "tpu"], "unknown-hardware"),
         (["--world-size", "3"], "batch-not-divisible"),
+        (["--accumulate", "3"], "batch-not-divisible"),
         (["--world-size", "0"], "below-minimum"),
         (["--world-size", "12", "--parallel", "hsdp"], "partial-node"),
         (["--world-size", "4", "--devices", "2"], "too-few-devices"),

@@ -313,3 +313,22 @@ def test_owned_workers_and_their_orphans_die_with_their_owner(tmp_path: Path) ->
     finally:
         for pid in marked_processes(mark):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the signal at the death of a parent")
+def test_owned_workers_die_with_a_killed_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray kills the children of an actor whose node is lost, and the server is one."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    sleeper = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
+    engine = LocalEngine(sleeper, device="cpu", owns_workers=True)
+    try:
+        worker = engine.start(tmp_path, 0)
+        server, _ = sorted(wait_for(lambda: len(pids := marked_processes(mark)) == 2 and pids, timeout=200))
+        os.kill(server, signal.SIGKILL)
+        wait_for(lambda: not marked_processes(mark))
+        assert worker.poll() == -signal.SIGKILL
+    finally:
+        for pid in marked_processes(mark):
+            os.kill(pid, signal.SIGKILL)
+        engine.close()

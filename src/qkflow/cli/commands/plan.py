@@ -46,8 +46,8 @@ def plan(settings: dict[str, Any], json: bool = False) -> int:
     that computation does not hide. `qkflow reproduce NAME --scale paper --plan` plans a published experiment.
 
     examples:
-      qkflow plan --preset 60m --tokens 1B --precision bf16 --hardware h100
-      qkflow plan --preset 455m --seq-len 512 --batch-size 128 --precision bf16 --world-size 8 --parallel fsdp
+      qkflow plan --preset 60m --tokenizer hf:gpt2 --tokens 1B --precision bf16 --hardware h100
+      qkflow plan --preset 455m --tokens 1.2B --batch-size 128 --precision bf16 --world-size 8 --parallel fsdp
       qkflow plan --preset small --tokens 10M --hardware cpu --devices 2
       qkflow plan --preset 150m --tokens 3B --precision bf16 --usd-per-hour 2.5 --json
 
@@ -121,7 +121,7 @@ def _memory_table(planned: StudyCostPlan) -> Table:
         sizes = [f"{getattr(model.memory, kind) / 1e9:.2f}" for kind in _KINDS]
         batch = f"{model.micro_batch}×{model.accumulate}"
         table.add_row(Text(model.name), *sizes, batch, str(model.largest_batch))
-    table.caption = "windows: per device and microbatch × accumulated microbatches; most: that fit a device"
+    table.caption = "windows: per device and microbatch × microbatches (--accumulate); most: that fit"
     table.caption_justify = "left"
     return table
 
@@ -134,9 +134,9 @@ def _arms_table(planned: StudyCostPlan) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for arm in planned.arms:
         cells = [str(arm.runs), f"{arm.tokens:,}", f"{arm.flops:.2g}", _hours(arm.device_hours)]
-        table.add_row(Text(arm.name), *cells, *([f"{arm.usd:,.0f}"] if arm.usd is not None else []))
+        table.add_row(Text(arm.name), *cells, *([_usd(arm.usd)] if arm.usd is not None else []))
     total = [str(planned.runs), "", f"{planned.flops:.2g}", _hours(planned.device_hours)]
-    cost = [f"{planned.usd:,.0f}"] if planned.usd is not None else []
+    cost = [_usd(planned.usd)] if planned.usd is not None else []
     table.add_row("total", *total, *cost, style="bold")
     if planned.config.verdict:
         count = planned.config.n_seeds
@@ -147,21 +147,25 @@ def _arms_table(planned: StudyCostPlan) -> Table:
 
 def _budget(planned: StudyCostPlan) -> Iterator[str]:
     """Yield what a budget needs besides the table: calendar, range, disk, what is left out."""
-    yield f"{_hours(planned.hours)} hours of wall-clock time with all devices busy"
+    at_a_time = min(planned.hardware.runs_at_a_time, planned.runs)
+    used = planned.hardware.world_size * at_a_time
+    devices = "1 device" if used == 1 else f"{used} devices"
+    yield f"{_hours(planned.hours)} hours of wall-clock time on {devices}, {at_a_time} of the runs at a time"
     if planned.device.name != THIS_MACHINE:
         bounds = []
         for utilization in UTILIZATION_RANGE:
             factor = planned.factor_at(utilization)
-            usd = "" if planned.usd is None else f", {planned.usd * factor:,.0f} USD"
+            usd = "" if planned.usd is None else f", {_usd(planned.usd * factor)} USD"
             bounds.append(
                 f"at {utilization:.0%} of the peak {_hours(planned.device_hours * factor)} device hours{usd}"
             )
         yield "; ".join(bounds)
     largest = max(planned.models, key=lambda model: model.checkpoint_bytes)
     kept = TrainConfig().keep_latest_k
+    saved, model = kept * 1e-9 * largest.checkpoint_bytes, 4e-9 * sum(largest.parameters.values())
     yield (
-        f"disk: {kept} checkpoints of at most {largest.checkpoint_bytes / 1e9:.3g} GB per run that trains, a "
-        f"model of {4e-9 * sum(largest.parameters.values()):.3g} GB per finished run"
+        f"disk: {kept} checkpoints of at most {saved / kept:.3g} GB per run that trains, a model of "
+        f"{model:.3g} GB per finished run, {at_a_time * saved + planned.runs * model:.3g} GB in all"
     )
     yield "not counted: start-up, compilation, checkpoints, waiting for data, steps lost with a machine"
 
@@ -279,6 +283,10 @@ def _count(number: int) -> str:
     if number >= 1e6:
         return f"{number / 1e6:.1f}M"
     return f"{number / 1e3:.1f}k" if number >= 1e3 else str(number)
+
+
+def _usd(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
 
 
 def _hours(value: float) -> str:

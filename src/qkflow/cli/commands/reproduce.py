@@ -22,7 +22,10 @@ from qkflow.studies.pace import PaceStudyConfig
 from qkflow.studies.runner.execution import StudyInterrupted
 
 META = "meta"
-_CONFIG_OPTIONS = ("data", "tokens", "seeds", "preset", "tokenizer", "seq_len", "batch_size", "lr", "device")
+_CONFIG_OPTIONS = (
+    *("data", "tokens", "seeds", "preset", "tokenizer", "seq_len", "batch_size", "accumulate", "lr"),
+    "device",
+)
 _EXECUTION_OPTIONS = tuple(ExecutionConfig.__dataclass_fields__)
 _HARDWARE_OPTIONS = tuple(HardwareConfig.__dataclass_fields__)
 

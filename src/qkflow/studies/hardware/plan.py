@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import json
 import math
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ class StudyCostPlan:
     runs: int
     flops: float
     device_hours: float
-    hours: float  # wall-clock, with all devices busy
+    hours: float  # wall-clock
     usd: float | None
     power: str
     notes: tuple[str, ...]
@@ -136,10 +137,10 @@ def plan_comparison(config: ComparisonConfig, hardware: HardwareConfig) -> Study
         sum(cell.runs for cell in cells),
         sum(cell.flops for cell in cells),
         hours,
-        hours / hardware.world_size / hardware.runs_at_a_time,
+        _wall_clock_hours(cells, models, hardware, device),
         _usd(hours, hardware),
         "" if power is None else power_sentence(power, NOISE_HINT),
-        tuple(_notes(config, models)),
+        tuple(_notes(config, models, trained)),
     )
 
 
@@ -160,9 +161,10 @@ def plan_model(model: TrainedModel, hardware: HardwareConfig, device: Device) ->
     """Plan the training step of one model."""
     layout, train = hardware.layout(), model.train
     batch_size, seq_len = train.batch_size, model.seq_len
-    if batch_size % layout.world_size:
+    if batch_size % (layout.world_size * train.accumulate):
         raise InputError(
-            f"--batch-size {batch_size} is not a multiple of --world-size {layout.world_size}",
+            f"--batch-size {batch_size} is not a multiple of --world-size {layout.world_size}"
+            + (f" × --accumulate {train.accumulate}" if train.accumulate > 1 else ""),
             code="batch-not-divisible",
         )
     checkpointing = hardware.activation_checkpointing or train.activation_checkpointing
@@ -171,7 +173,8 @@ def plan_model(model: TrainedModel, hardware: HardwareConfig, device: Device) ->
     units = UnitSizes.of(model.config)
     largest = largest_batch(memory, units, layout, device.usable_memory * device.memory)
     local = batch_size // layout.world_size
-    micro = max((size for size in range(1, min(local, largest) + 1) if local % size == 0), default=0)
+    most = min(local // train.accumulate, largest)
+    micro = max((size for size in range(1, most + 1) if local % size == 0), default=0)
     accumulate = local // micro if micro else 1
     speed = device.utilization * device.peak_flops(train.precision)
     compute = (local * seq_len * cost.flops_per_token + cost.flops_per_update) / speed
@@ -241,6 +244,20 @@ def _device_hours(
     return (training * hardware.world_size + finetuning) / 3600  # fine-tuning has one device per run
 
 
+def _wall_clock_hours(
+    cells: Sequence[CellWorkload], models: dict[str, ModelPlan], hardware: HardwareConfig, device: Device
+) -> float:
+    """Return when the last run ends, if the longest start first; a run cannot use the devices of two."""
+    runs: list[float] = []
+    for cell in cells:
+        hours = _device_hours([cell], models, hardware, device) / hardware.world_size
+        runs += [hours / cell.runs] * cell.runs
+    ends = [0.0] * min(hardware.runs_at_a_time, len(runs))
+    for hours in sorted(runs, reverse=True):
+        heapq.heapreplace(ends, ends[0] + hours)
+    return max(ends)
+
+
 def _plan_arm(
     arm: ArmWorkload, models: dict[str, ModelPlan], hardware: HardwareConfig, device: Device
 ) -> ArmPlan:
@@ -252,12 +269,17 @@ def _usd(device_hours: float, hardware: HardwareConfig) -> float | None:
     return None if hardware.usd_per_hour is None else device_hours * hardware.usd_per_hour
 
 
-def _notes(config: ComparisonConfig, models: dict[str, ModelPlan]) -> list[str]:
+def _notes(
+    config: ComparisonConfig, models: dict[str, ModelPlan], trained: Sequence[TrainedModel]
+) -> list[str]:
     notes = [
         f"{model.name} does not fit: use --parallel fsdp with more devices, or --activation-checkpointing"
         for model in models.values()
         if not model.fits
     ]
+    needed = max(model.accumulate for model in models.values())
+    if any(models[model.name].accumulate > model.train.accumulate for model in trained):
+        notes.append(f"a batch does not fit at once: run with --accumulate {needed}")
     if config.finetune:
         notes.append("fine-tuning is counted in fp32, with assumed lengths of the examples of its tasks")
     if config.tune_lr:

@@ -12,6 +12,7 @@ writes the process id to `status`, then the exit code.
 
 On a node of a cluster the server owns its workers: it kills them, and all they have started, when the process
 that started it is gone. As a subreaper it becomes the parent of orphaned descendants, so it finds them all.
+Ray kills the children of an actor whose node is lost, also the server: then the kernel ends the workers.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from qkflow.system import end_with_parent
 from qkflow.training.run_dir import EXIT_FAILED
 
 # Modules that a run imports late; importing them starts no threads and does not touch CUDA.
@@ -287,12 +289,15 @@ def main(arguments: Sequence[str]) -> None:
         sys.modules.pop(module, None)  # a child executes it as __main__
     gc.collect()
     gc.freeze()  # a collection in a child must not traverse, and so copy, what was imported
+    server = os.getpid()
     with socket.socket(fileno=int(descriptor)) as connection:
         request = serve(connection)
     if request is None:
         if owns_workers:
             _kill_descendants()
         return
+    if owns_workers:
+        end_with_parent(server)
     os.environ.update(request["env"])
     if command := request["command"]:
         os.execvp(command[0], [*command, request["folder"]])

@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
+from qkflow.system import end_with_parent
 from qkflow.training.run_dir import EXIT_FAILED, EXIT_FINISHED
 
 POLL_INTERVAL = 0.1  # seconds
@@ -54,7 +56,11 @@ def _start_rank(rank: int, world_size: int, port: int, command: Sequence[str]) -
         "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve a store of its own
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
-    return subprocess.Popen(command, env={**os.environ, **{key: str(value) for key, value in env.items()}})
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **{key: str(value) for key, value in env.items()}},
+        preexec_fn=partial(end_with_parent, os.getpid()) if sys.platform == "linux" else None,
+    )
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
