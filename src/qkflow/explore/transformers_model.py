@@ -116,6 +116,12 @@ class TransformersModel(ExplorableModel):
         ]
         try:
             last = self._run(torch.tensor([1, 0, 1], device=self.device)).hidden_states[-1]
+        except Exception as error:  # transformers does not check every value of a config
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InputError(
+                f"{self.name} cannot be run ({reason}): give its config.json as save_pretrained wrote it",
+                code="model-not-loadable",
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
