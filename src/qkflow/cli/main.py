@@ -231,7 +231,8 @@ def _report(error: InputError | str, code: int) -> int:
 
 
 def _describe_os_error(error: OSError) -> InputError:
-    path = f" ({error.filename})" if error.filename else ""
+    name = error.filename2 or error.filename  # of a rename its target, not the temporary file
+    path = f" ({name})" if name else ""
     if files.is_disk_full(error):
         remedy = "free some space, then run the same command again"
         return InputError(f"the disk is full{path}: {remedy}", code="disk-full")
