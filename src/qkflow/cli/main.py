@@ -7,6 +7,7 @@ signature and its help from the docstring. A module is imported only when its co
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import os
@@ -237,4 +238,6 @@ def _describe_os_error(error: OSError) -> InputError:
         remedy = "free some space, then run the same command again"
         return InputError(f"the disk is full{path}: {remedy}", code="disk-full")
     message = " ".join(str(error.strerror or error).split())
-    return InputError(f"{message}{path}", code="os-error")
+    denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    remedy = ": change its permissions, or use another folder" if denied else ""
+    return InputError(f"{message}{path}{remedy}", code="os-error")
