@@ -19,9 +19,11 @@ from explored import save_small_model
 from input_errors import raises_code
 from made_study import FINAL, write_study
 from qkflow import hf
+from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
 from qkflow.explore.models import open_model
 from qkflow.explore.server import Explorer, build_app
+from qkflow.hf.pretrained import to_fast_tokenizer
 from qkflow.models.generate import generate
 from qkflow.studies import load_comparison, save_record
 from qkflow.studies.config import ComparisonConfig
@@ -203,3 +205,12 @@ def test_counts_that_transformers_would_build(copy: Path, values: dict[str, int]
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     with raises_code("model-not-loadable"):
         load_llama(copy)
+
+
+@pytest.mark.parametrize("values", [{"sliding_window": 0}, {"return_dict": False}])
+def test_configs_that_transformers_cannot_run(copy: Path, values: dict[str, int]) -> None:
+    path = copy / "llama" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    to_fast_tokenizer(ByteTokenizer()).save_pretrained(copy / "llama")
+    with raises_code("model-not-loadable"):
+        open_model(str(copy / "llama"))
