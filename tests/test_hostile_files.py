@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from starlette.testclient import TestClient
 
 from explored import save_small_model
 from input_errors import raises_code
 from made_study import FINAL, write_study
 from qkflow import hf
+from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
+from qkflow.explore.models import open_model
+from qkflow.explore.server import Explorer, build_app
+from qkflow.hf.pretrained import to_fast_tokenizer
+from qkflow.models.generate import generate
 from qkflow.studies import load_comparison, save_record
 from qkflow.studies.config import ComparisonConfig
 from qkflow.training.pretrained import load_model
@@ -175,3 +182,35 @@ def test_nan_in_a_study_never_reaches_its_outputs(copy: Path) -> None:
         json.dumps(summary.to_dict(), allow_nan=False)
         assert summary.reference is not None
         assert summary.reference.loss is not None
+
+
+def test_weights_that_overflow_are_one_sentence(copy: Path) -> None:
+    path = copy / WEIGHTS[load_weights]
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    data = struct.pack("<f", 7.2e16) * ((len(content) - 8 - length) // 4)
+    path.write_bytes(content[: 8 + length] + data)
+    model, tokenizer = load_model(copy / "run")
+    with raises_code("non-finite-output"):
+        generate(model, torch.tensor([tokenizer.encode("a")]), 2)
+    client = TestClient(build_app(Explorer([open_model(str(copy / "run"))], "a b")))
+    for answer in (client.get("/api/models"), client.post("/api/view", json={"model": 0, "text": "a b"})):
+        assert answer.status_code == 400
+        assert answer.json()["code"] == "non-finite-output"
+
+
+@pytest.mark.parametrize("values", [{"num_labels": 10**9}, {"num_hidden_layers": 10**9}])
+def test_counts_that_transformers_would_build(copy: Path, values: dict[str, int]) -> None:
+    path = copy / "llama" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with raises_code("model-not-loadable"):
+        load_llama(copy)
+
+
+@pytest.mark.parametrize("values", [{"sliding_window": 0}, {"return_dict": False}])
+def test_configs_that_transformers_cannot_run(copy: Path, values: dict[str, int]) -> None:
+    path = copy / "llama" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    to_fast_tokenizer(ByteTokenizer()).save_pretrained(copy / "llama")
+    with raises_code("model-not-loadable"):
+        open_model(str(copy / "llama"))

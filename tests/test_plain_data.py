@@ -129,3 +129,21 @@ def test_files_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_layout_of_values(value: Any, fits: bool) -> None:
     layout = {"n": int, "x": float, "files": {str: {"bytes": int}}}
     assert plain_data.has_layout(value, layout) is fits
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('a: "\\UFFFFFFFF"', "a: " + "1:1" + ":1" * 2000 + ".5", "a: 1\na: 2", "a: {b: 1, 'b': 2}"),
+        *("a: &a {x: 1}\nb: {<<: *a, y: 1, y: 2}", "- 1\n" * plain_data.MAX_NODES),
+    ],
+    ids=["escape", "sexagesimal", "twice", "twice inside", "twice beside a merge", "many values"],
+)
+def test_yaml_that_its_parser_cannot_take_is_refused(text: str) -> None:
+    with raises_code("invalid-yaml"):
+        plain_data.parse_yaml(text, "x")
+
+
+def test_a_merged_key_may_be_replaced() -> None:
+    text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: [*b, *a], y: 3}"
+    assert plain_data.parse_yaml(text, "x")["c"] == {"x": 2, "y": 3}

@@ -41,8 +41,10 @@ def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            error.filename = str(path)  # not the temporary file; a write to a full disk names none
         raise
     fsync_folder(path.parent)
 

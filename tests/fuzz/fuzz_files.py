@@ -108,6 +108,7 @@ def replace_content(path: Path, rng: random.Random) -> None:
                 *(b"!!python/object/apply:os.system [touch pwned]", b"a: 0x" + b"f" * 9000, b"{a: 1, a: 2}"),
                 *(pickle.dumps({"a": 1}), b"\x80\x04\x95", b"PK\x03\x04", b"\x00" * 4096, b"\xff" * 100),
                 *(b"a: " + b"{b: " * 2000 + b"1" + b"}" * 2000, b"1:2:3:4", b"=", b"_", b"1_000:59"),
+                *(b'a: "\\UFFFFFFFF"', b"a: 1:1" + b":1" * 2000 + b".5", b"- 1\n" * 600_000),
             )
         ),
     )
@@ -190,7 +191,9 @@ def change_header(path: Path, rng: random.Random) -> None:
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     names = [name for name in header if name != "__metadata__"]
     name = rng.choice(names)
-    match rng.randrange(8):
+    match rng.randrange(9):
+        case 8:  # finite, and too large to compute with
+            data = struct.pack("<f", rng.choice((7.2e16, 1e12, -1e30, 3e38))) * (len(data) // 4)
         case 0:
             header[name]["shape"] = rng.choice(
                 ([], [0], [-1], [2**40, 2**40], [1], [16], ["x"], None, [10**30])

@@ -122,7 +122,7 @@ HOSTILE_TEXTS = [
     *("model.dim=" + "[" * 3000, "train.pace={}", "train.steps=2024-13-45", "model.slow={ratio: 0}", ".=1"),
     *("model.slow={ratio: 99999999999}", "model.attention={window: -1}", "model.slow.inject=[99]", SCRIPT),
     *("data.corpus=..", "train.freeze=[x]", "glue:", "glue:x", "squad", "cuda:x", "cpu:99999999999", "meta"),
-    *("*", "[", "**/*", "nowhere/*.txt", "text.jsonl#"),
+    *("*", "[", "**/*", "nowhere/*.txt", "text.jsonl#", "table.csv#²", "table.csv#" + "9" * 5000),
 ]
 INTS = ["1", "2", "3", "0", "-1", "99999999999", "9223372036854775807", "9" * 23, "2.5", "x", ""]
 FLOATS = ["1", "0.5", "2", "0", "-1", "nan", "inf", "1e300", "1e-300", "9" * 400, "x", ""]
@@ -217,6 +217,7 @@ READERS: list[tuple[str, list[str]]] = [
     *[(name, ["model"]) for name in ("generate", "eval", "probe", "explore")],
     *[("import", [item, "new"]) for item in ("exported", "llama")],
     *[("explore", ["adapter", "--base", "llama"]), ("export", ["run-bpe", "new"])],
+    *[("data prepare", ["text.parquet"])] * 3,
     *[("data prepare", ["corpus"]), ("data prepare", ["text.txt", "--tokenizer", "tokenizer.json"])],
     *[("reproduce", ["recipe.yaml"]), ("calibrate", ["--saved", "calibration.json"])],
     *[("timescale theory", ["--generator", "generator"])],

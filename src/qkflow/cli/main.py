@@ -7,6 +7,7 @@ signature and its help from the docstring. A module is imported only when its co
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import os
@@ -231,9 +232,12 @@ def _report(error: InputError | str, code: int) -> int:
 
 
 def _describe_os_error(error: OSError) -> InputError:
-    path = f" ({error.filename})" if error.filename else ""
+    name = error.filename2 or error.filename  # of a rename its target, not the temporary file
+    path = f" ({name})" if name else ""
     if files.is_disk_full(error):
         remedy = "free some space, then run the same command again"
         return InputError(f"the disk is full{path}: {remedy}", code="disk-full")
     message = " ".join(str(error.strerror or error).split())
-    return InputError(f"{message}{path}", code="os-error")
+    denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    remedy = ": change its permissions, or use another folder" if denied else ""
+    return InputError(f"{message}{path}{remedy}", code="os-error")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qkflow.errors import InputError
 from qkflow.explore.base import ExplorableModel, Trajectory
 from qkflow.explore.capture import Capture
 
@@ -29,9 +30,20 @@ def encode(header: dict[str, Any], tensors: dict[str, Sequence[np.ndarray]]) -> 
         chunks += [part.tobytes() for part in parts]
         chunks.append(bytes(-size % 4))
         offset += size + -size % 4
-    text = json.dumps({**header, "tensors": table}, allow_nan=False, separators=(",", ":")).encode()
+    text = dump_json({**header, "tensors": table})
     text += b" " * (-len(text) % 4)
     return [struct.pack("<I", len(text)), text, *chunks]
+
+
+def dump_json(values: dict[str, Any]) -> bytes:
+    """Return values as JSON, which has no NaN."""
+    try:
+        return json.dumps(values, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        raise InputError(
+            "the model computes NaN or infinite values: its weights are damaged, or its training diverged",
+            code="non-finite-output",
+        ) from None
 
 
 def decode(payload: bytes) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
@@ -70,7 +82,10 @@ def encode_plane(model: ExplorableModel, path: Trajectory, layer: int) -> list[b
     points = torch.cat((path.q, path.k), dim=1).float().cpu()  # (steps + 1, 2T, D)
     centered = points - points.mean(dim=(0, 1))
     flat = centered.flatten(0, 1)
-    variance, axes = torch.linalg.eigh(flat.T @ flat)
+    covariance = flat.T @ flat
+    if not bool(covariance.isfinite().all()):
+        raise InputError(f"q and k of layer {layer} are NaN or infinite", code="non-finite-output")
+    variance, axes = torch.linalg.eigh(covariance)
     plane = axes[:, -2:].flip(-1)
     plane = plane * plane[plane.abs().argmax(dim=0), [0, 1]].sign()  # the sign of an eigenvector is arbitrary
     projected = (centered @ plane).numpy().astype(np.float32)

@@ -186,7 +186,10 @@ def build_app(explorer: Explorer) -> Starlette:
         return Response(script, media_type="text/javascript")
 
     async def models(request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(explorer.describe))
+        try:
+            return _json(await run_in_threadpool(explorer.describe))
+        except InputError as error:
+            return _error(error)
 
     posts: list[tuple[str, Any, Callable[[Any], Any]]] = [
         ("view", ViewRequest, explorer.view),
@@ -217,19 +220,27 @@ def _endpoint(kind: type[Body], answer: Callable[[Body], Any]) -> Callable[[Requ
         try:
             body = _parse_body(kind, await request.body(), request.headers.get("content-type", ""))
             result = await run_in_threadpool(answer, body)
+            if isinstance(result, dict):
+                return _json(result)
         except InputError as error:
-            return JSONResponse({"error": str(error), "code": error.code}, 400)
+            return _error(error)
         if isinstance(result, str):
             name = 'attachment; filename="attention.html"'
             return HTMLResponse(result, headers={"Content-Disposition": name})
-        if isinstance(result, dict):
-            return JSONResponse(result)
         size = str(sum(map(len, result)))
         return StreamingResponse(
             iter(result), media_type="application/octet-stream", headers={"Content-Length": size}
         )
 
     return endpoint
+
+
+def _json(values: dict[str, Any]) -> Response:
+    return Response(payload.dump_json(values), media_type="application/json")
+
+
+def _error(error: InputError) -> Response:
+    return JSONResponse({"error": str(error), "code": error.code}, 400)
 
 
 def _parse_body(kind: type[Body], content: bytes, content_type: str) -> Body:

@@ -83,13 +83,22 @@ class TransformersModel(ExplorableModel):
 
     def _run(self, ids: Tensor) -> Any:
         keep = {"logits_to_keep": 1} if self.head == "causal" else {}
-        return self.model(
-            input_ids=ids[None],
-            attention_mask=torch.ones_like(ids)[None],
-            output_attentions=True,
-            output_hidden_states=True,
-            **keep,
-        )
+        try:
+            return self.model(
+                input_ids=ids[None],
+                attention_mask=torch.ones_like(ids)[None],
+                output_attentions=True,
+                output_hidden_states=True,
+                **keep,
+            )
+        except Exception as error:  # transformers does not check every value of a config
+            if "memory" in str(error) or isinstance(error, MemoryError):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InputError(
+                f"{self.name} cannot be run ({reason}): give its config.json as save_pretrained wrote it",
+                code="model-not-loadable",
+            ) from error
 
     def output_logits(self, final: Tensor) -> Tensor:
         logits: Tensor = self.model.get_output_embeddings()(final)

@@ -38,7 +38,8 @@ SELF_EXPLANATORY_ERRORS = (
     SafetensorError,
     StrictDataclassError,
 )
-MAX_LAYERS = 10_000
+# transformers builds all layers, and a name for every label, before it reads weights
+MAX_COUNTS = {"layer": 10_000, "label": 100_000}  # by a part of the key in config.json
 NO_PICKLES_HINT = (
     "pickles are never opened; load it where you trust it and write it again with save_pretrained, which "
     "writes a safetensors file"
@@ -175,7 +176,7 @@ def load_transformers(
     """Load a model with one of the Auto classes, and its tokenizer. Pickled weights are refused."""
     check_source_exists(source)
     _check_no_pickles(Path(source))
-    _check_n_layers(Path(source) / "config.json")
+    _check_counts(Path(source) / "config.json")
     with _silence_load_report():
         model, loading_info = _from_pretrained(
             auto_class,
@@ -250,13 +251,14 @@ def _check_no_pickles(folder: Path) -> None:
         )
 
 
-def _check_n_layers(path: Path) -> None:
-    """Raise for more layers than any model has: transformers builds all of them before it reads weights."""
+def _check_counts(path: Path) -> None:
+    """Raise for more layers or labels than any model has."""
     config = read_json(path, code="model-not-loadable") if path.is_file() else {}
     for key, value in config.items() if isinstance(config, dict) else ():
-        if "layer" in key and isinstance(value, int) and value > MAX_LAYERS:
+        most = next((most for part, most in MAX_COUNTS.items() if part in key), None)
+        if most is not None and isinstance(value, int) and value > most:
             raise InputError(
-                f"{path}: '{key}' must be at most {MAX_LAYERS:,}, not {value}", code="model-not-loadable"
+                f"{path}: '{key}' must be at most {most:,}, not {value}", code="model-not-loadable"
             )
 
 

@@ -55,7 +55,16 @@ class Sampler:
             is_beyond = probs.cumsum(dim=-1) - probs >= self.top_p
             is_beyond[..., 0] = False  # a p that is zero in float32 keeps the first token too
             probs = probs.masked_fill(is_beyond, 0)
-        sampled = torch.multinomial(probs, 1, generator=self.generator)
+        try:
+            sampled = torch.multinomial(probs, 1, generator=self.generator)
+        except RuntimeError:
+            if bool(probs.isfinite().all()):
+                raise
+            raise InputError(
+                "the model computes NaN or infinite probabilities: its weights are damaged, or its training "
+                "diverged",
+                code="non-finite-output",
+            ) from None
         return (sampled if tokens is None else tokens.gather(-1, sampled)).squeeze(-1)
 
 

@@ -14,6 +14,7 @@ from qkflow.errors import InputError, join_limited
 from qkflow.studies.analysis import analyze
 from qkflow.studies.cards import notebook_html
 from qkflow.studies.config import ComparisonConfig, ExecutionConfig
+from qkflow.studies.finetune.config import check_source
 from qkflow.studies.finetune.study import WORKER_MODULE as FINETUNE_WORKER
 from qkflow.studies.finetune.study import load_tasks
 from qkflow.studies.grid import (
@@ -158,6 +159,7 @@ def plan_study(
 ) -> tuple[Grid, StudyDir]:
     """Return the grid and the folder of a study; raise InputError if it cannot run there. Writes nothing."""
     grid = build_grid(config, components)
+    check_source(config)
     if components is None:  # other components need another worker, which can build them
         check_models(grid)
     study_dir = StudyDir(Path(out) if out else config.default_folder())

@@ -22,7 +22,7 @@ from qkflow.config_io import (
 )
 from qkflow.errors import InputError, shorten, unknown
 from qkflow.studies.design import SCREENING_SEEDS, SeedDesign
-from qkflow.studies.finetune.config import check_options as check_finetune_options
+from qkflow.studies.finetune.config import parse_tasks
 from qkflow.studies.grammar import split_outside_braces
 from qkflow.studies.stats import MIN_SEEDS_FOR_VERDICT
 from qkflow.training.config import OptimizerName, Precision, Schedule, Tokens
@@ -182,7 +182,7 @@ class ComparisonConfig:
             raise InputError("--baselines is empty: use e.g. standard", code="no-baselines")
         if not self.inits:
             raise InputError("--inits is empty: use e.g. gpt2,fan_in", code="no-inits")
-        check_finetune_options(self)
+        parse_tasks(self.finetune)
 
     def _check_seeds(self) -> None:
         if self.seeds == AUTO:

@@ -174,7 +174,7 @@ def serve(
     assert site.socket is not None, "bind_site first"
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="error",  # a warning per request that is no HTTP would fill the terminal
         access_log=False,
         lifespan="off",
         server_header=False,

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 from pathlib import Path
 
 import pyarrow
@@ -14,8 +15,9 @@ from pyarrow import parquet
 
 from input_errors import raises_code
 from qkflow.data import corpora
-from qkflow.data.readers import tables
+from qkflow.data.readers import inflation, tables
 from qkflow.data.readers.files import ReadProgress
+from qkflow.errors import InputError
 
 
 def read_texts(name: str | Path) -> list[str]:
@@ -145,3 +147,44 @@ def test_unusual_column_must_be_the_only_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join([*rows[:9], '{"prompt": "a", "answer": "b"}']))
     with raises_code("ambiguous-text-column"):
         read_texts(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("column", ["²", "9" * 5000])
+def test_column_that_looks_like_a_number(tmp_path: Path, column: str) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n1,a\n")
+    with raises_code("unknown-column"):
+        read_texts(f"{tmp_path / 'a.csv'}#{column}")
+
+
+def test_damaged_parquet_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    binary = pyarrow.array([b"\xff\xfe text"] * 4)
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 4, binary.cast(pyarrow.binary()).buffers())
+    parquet.write_table(pyarrow.table({"text": text}), path)
+    with raises_code("corrupt-parquet"):
+        read_texts(path)
+    parquet.write_table(pyarrow.table({"text": [f"text {n}" for n in range(500)]}), path)
+    content, generator = path.read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(200):
+        damaged = bytearray(content)
+        for _ in range(4):
+            damaged[generator.randrange(4, len(damaged))] = generator.randrange(256)
+        path.write_bytes(bytes(damaged))
+        try:
+            read_texts(path)
+        except InputError:
+            refused += 1
+    assert refused > 20
+
+
+def test_small_files_that_inflate_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inflation, "MIN_BYTES", 1 << 20)
+    text = "the same words again " * 200_000
+    for suffix, compress in ((".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)):
+        (tmp_path / f"a.txt{suffix}").write_bytes(compress(text.encode()))
+        with raises_code("inflates-too-much"):
+            read_texts(tmp_path / f"a.txt{suffix}")
+    parquet.write_table(pyarrow.table({"text": [text] * 300}), tmp_path / "a.parquet", compression="zstd")
+    with raises_code("inflates-too-much"):
+        read_texts(tmp_path / "a.parquet")

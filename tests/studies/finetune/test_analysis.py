@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from input_errors import raises_code
 from qkflow.studies.analysis import RunData
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.finetune.analysis import chance_margin, format_points, judge_task, summarize_tasks
@@ -145,3 +147,15 @@ def test_nothing_finished() -> None:
     (summary,) = summarize_tasks(CONFIG, [], ARMS)
     assert summary.majority is None
     assert "no verdict" in summary.sentence
+
+
+@pytest.mark.parametrize(
+    "change", [{"score": None}, {"majority": {}}, {"metrics": [1]}, {"train_examples": "x"}]
+)
+def test_damaged_result_is_one_sentence(change: dict[str, Any]) -> None:
+    metrics = {"f1": 0.5, "accuracy": 0.5}
+    result = {"status": "finished", "score": 0.5, "metrics": metrics, "majority": metrics}
+    result |= {"train_examples": 1, "validation_examples": 1, **change}
+    run = RunData("a", "finetune", "standard@gpt2/MRPC", 0, 1e-3, 10, result, {})
+    with raises_code("corrupt-result"):
+        summarize_tasks(CONFIG, [run], ARMS)

@@ -52,7 +52,6 @@ def test_unknown_task_gets_the_nearest_name() -> None:
         ({"finetune_examples": 1}, "below-minimum"),
         ({"finetune_lr": 0.0}, "below-minimum"),
         ({"finetune_lr": float("nan")}, "not-finite"),
-        ({"finetune": ("glue:RTE",), "finetune_data": "no such folder"}, "path-not-found"),
     ],
 )
 def test_check_rejects(change: dict[str, Any], code: str) -> None:

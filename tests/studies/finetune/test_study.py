@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,15 @@ def test_run_that_diverges_fails(
     assert "not finite" in failed[0].error
     assert not diverged.is_complete
     assert "6 of 6 fine-tuning runs failed" in diverged.summary.finetune[0].sentence
+
+
+def test_report_needs_no_task_data(comparison: Comparison, tmp_path: Path) -> None:
+    """A study that was copied from another machine."""
+    folder = Path(shutil.copytree(comparison.folder, tmp_path / "copied"))
+    plan = folder / "study.yaml"
+    text = re.sub("finetune_data: .*(\n    .*)*", "finetune_data: /nowhere", plan.read_text())
+    plan.write_text(text)
+    assert load_comparison(folder).summary.finetune == comparison.summary.finetune
 
 
 def test_missing_model_is_rejected(

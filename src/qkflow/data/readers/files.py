@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from qkflow.data.readers import documents, tables
+from qkflow.data.readers.inflation import InflatedFile
 from qkflow.errors import InputError, unknown
 
 READER_VERSION = 2  # in every cache key: increase it when a file gives other documents than before
@@ -66,18 +67,18 @@ class ProgressFile(io.FileIO):
 
 
 @contextmanager
-def open_binary(path: Path, progress: ReadProgress | None = None) -> Iterator[io.BufferedReader]:
+def open_binary(path: Path, progress: ReadProgress | None = None) -> Iterator[io.BufferedReader[Any]]:
     """Open a file, decompressed by its suffix. Raise `InputError` if it is corrupt or not UTF-8."""
     raw = ProgressFile(path)
     raw.progress = progress or ReadProgress()
     buffered = io.BufferedReader(raw, 1 << 20)
     open_compressed = _OPEN_COMPRESSED.get(path.suffix.lower())
     try:
-        # What gzip, bz2 and lzma return has `read` and `peek` but is no BufferedReader.
-        with cast(
-            io.BufferedReader, open_compressed(buffered, "rb") if open_compressed else buffered
-        ) as stream:
-            yield stream
+        if open_compressed is None:
+            yield buffered
+        else:
+            with open_compressed(buffered, "rb") as stream:
+                yield io.BufferedReader(InflatedFile(stream, path), 1 << 20)
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise InputError(
             f"{path} cannot be decompressed: it is truncated or corrupt", code="corrupt-compressed-file"
@@ -96,7 +97,7 @@ def open_binary(path: Path, progress: ReadProgress | None = None) -> Iterator[io
         buffered.close()
 
 
-def as_text(stream: io.BufferedReader) -> io.TextIOWrapper:
+def as_text(stream: io.BufferedReader[Any]) -> io.TextIOWrapper:
     """Decode UTF-8, drop a byte-order mark, and turn every line end into a newline."""
     return io.TextIOWrapper(stream, encoding="utf-8-sig")
 

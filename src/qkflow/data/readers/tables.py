@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from qkflow.data.readers.inflation import check_inflation
 from qkflow.errors import InputError, unknown
 from qkflow.plain_data import iter_lines, load_json
 
 TEXT_COLUMN_NAMES = ("text", "content", "article", "document", "story", "body", "abstract", "sentence")
 MAX_LISTED_COLUMNS = 12  # columns listed in an error
+PARQUET_ROWS = 128  # per read: a file of a kilobyte may hold rows of megabytes
 LOOKAHEAD_ROWS = 100  # rows with text to read before accepting a column that is not in TEXT_COLUMN_NAMES
 
 
@@ -28,7 +31,7 @@ def choose_column(
         raise unknown(f"column of {source}", requested_column, near[:MAX_LISTED_COLUMNS])
     if not text_columns:
         listed = ", ".join(columns[:MAX_LISTED_COLUMNS]) or "empty rows"
-        raise InputError(f"{source} has no column of text, only {listed}", code="no-text-column")
+        raise InputError(f"{source} has no column of text among its columns: {listed}", code="no-text-column")
     usual = [name for name in TEXT_COLUMN_NAMES if name in text_columns]
     if not usual and len(text_columns) > 1:
         raise InputError(
@@ -127,7 +130,7 @@ def delimited_rows(
 def csv_texts(stream: IO[str], path: Path, column: str | None, *, tab_separated: bool) -> Iterator[str]:
     """Yield the text column of every row. The first row has the column names, unless `column` is a number
     (from 1)."""
-    numbered = column is not None and column.isdigit()
+    numbered = column is not None and re.fullmatch("[0-9]{1,9}", column) is not None
     first = stream.readline()
     separator = "\t" if tab_separated else ","
     if not (tab_separated or numbered or "," in first):  # a header without commas shows the separator
@@ -166,20 +169,31 @@ def parquet_texts(path: Path, column: str | None, advance: Callable[[int], None]
             'reading Parquet needs pyarrow: pip install "qkflow[data]"', code="missing-dependency"
         ) from error
     try:
-        table = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
+        yield from _column_texts(parquet.ParquetFile(path), path, column, advance)
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if getattr(error, "errno", None) is not None:  # of the disk; those of pyarrow have none
+            raise
         raise InputError(f"{path} is not a Parquet file, or is corrupt", code="corrupt-parquet") from error
-    schema = table.schema_arrow
-    types = {field.name: field.type for field in schema}
+
+
+def _column_texts(
+    table: Any, path: Path, column: str | None, advance: Callable[[int], None]
+) -> Iterator[str]:
+    from pyarrow.types import is_dictionary
+
+    types = {field.name: field.type for field in table.schema_arrow}
     for name, kind in types.items():
-        if arrow.types.is_dictionary(kind):  # dictionary-encoded strings
+        if is_dictionary(kind):  # dictionary-encoded strings
             types[name] = kind.value_type
     text_columns = [name for name in types if str(types[name]) in ("string", "large_string", "string_view")]
-    chosen = choose_column(schema.names, text_columns, column, path)
-    number, size = 0, path.stat().st_size
-    for batch in table.iter_batches(batch_size=1024, columns=[chosen]):
+    chosen = choose_column(table.schema_arrow.names, text_columns, column, path)
+    number = n_bytes = 0
+    size, n_rows = path.stat().st_size, max(1, table.metadata.num_rows)
+    for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[chosen]):
+        n_bytes += batch.nbytes
+        check_inflation(path, n_bytes)
         for value in batch.column(0).to_pylist():
             number += 1
             if value is not None:
                 yield require_text(value, path, chosen, number)
-        advance(size * batch.num_rows // table.metadata.num_rows)
+        advance(size * batch.num_rows // n_rows)

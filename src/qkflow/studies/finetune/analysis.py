@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qkflow.errors import InputError
+from qkflow.plain_data import has_layout
 from qkflow.studies.config import ComparisonConfig
 from qkflow.studies.design import SeedDesign, Verdict
 from qkflow.studies.finetune.config import FinetuneTask, parse_tasks
@@ -84,6 +86,8 @@ def _summarize_task(
 ) -> TaskSummary:
     planned = [run for run in runs if run.cell.rpartition("/")[2] == task.name]
     finished = [run for run in planned if (run.result or {}).get("status") == "finished"]
+    for run in finished:
+        _check_result(run, task)
     failed = [run for run in planned if run.result is not None and run not in finished]
     results_by_cell: dict[str, dict[int, dict[str, Any]]] = {}
     for run in finished:
@@ -103,6 +107,17 @@ def _summarize_task(
         ),
     )
     return replace(summary, sentence=task_sentence(summary, config.confidence))
+
+
+def _check_result(run: RunData, task: FinetuneTask) -> None:
+    scores = dict.fromkeys(task.metrics, float)
+    counts = {"train_examples": int, "validation_examples": int}
+    if not has_layout(run.result, {"score": float, "metrics": scores, "majority": scores, **counts}):
+        raise InputError(
+            f"the result.json of the run {run.id} lacks scores of {task}: remove the file to train the run "
+            "again",
+            code="corrupt-result",
+        )
 
 
 def _judge_arms(

@@ -70,9 +70,8 @@ def parse_tasks(texts: Sequence[str]) -> tuple[FinetuneTask, ...]:
     return tuple(FinetuneTask(key) for key in dict.fromkeys(keys))
 
 
-def check_options(config: ComparisonConfig) -> None:
-    """Raise InputError for options of fine-tuning that no run can have."""
-    parse_tasks(config.finetune)
+def check_source(config: ComparisonConfig) -> None:
+    """Raise InputError if the tasks cannot be read: needed to run a study, not to report that of another."""
     source = config.finetune_data
     if config.finetune and not is_hub_source(source) and not Path(source).is_dir():
         raise InputError(
