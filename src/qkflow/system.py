@@ -8,7 +8,11 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import qkflow
@@ -35,6 +39,33 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def termination_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask a process to end: SIGTERM, and SIGHUP when its terminal is closed.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
+    hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hangup is None or signal.getsignal(hangup) is signal.SIG_IGN:
+        return (signal.SIGTERM,)
+    return (signal.SIGTERM, hangup)
+
+
+@contextmanager
+def handle_signals(
+    handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]
+) -> Iterator[None]:
+    """Install a handler for some signals. Do nothing outside the main thread: Python handles none there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def resolve_device(name: str) -> torch.device:

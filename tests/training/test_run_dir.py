@@ -43,6 +43,17 @@ def test_second_signal_interrupts() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_ignored_hangup_stays_ignored() -> None:
+    """As under nohup, whose run must survive its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_signals_are_left_alone_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
 

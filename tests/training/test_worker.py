@@ -36,7 +36,7 @@ class SignalAt(Callback):
         self.messages.append(message)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_run_resumes_bit_identically(
     run_folder: RunFolder, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:

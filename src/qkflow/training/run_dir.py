@@ -22,6 +22,7 @@ from typing import Any
 from qkflow import files, locks
 from qkflow.errors import InputError, shorten
 from qkflow.plain_data import is_number, read_json
+from qkflow.system import handle_signals, termination_signals
 from qkflow.training.distributed import DistContext
 
 RUN_CONFIG_FILE = "config.yaml"
@@ -96,20 +97,13 @@ def lock_run_dir(folder: Path, dist_context: DistContext) -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Set an event on SIGINT (Ctrl-C) or SIGTERM; raise KeyboardInterrupt on the second signal."""
+    """Set an event on Ctrl-C, SIGTERM or SIGHUP; raise KeyboardInterrupt on the second signal."""
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handle_signals(handle, (signal.SIGINT, *termination_signals())):
         yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -87,7 +87,7 @@ def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [row["loss"] for row in comparison.rows]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_study_resumes(
     number: signal.Signals, tmp_path: Path, expected_losses: list[Any]
 ) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from types import FrameType
@@ -20,6 +18,7 @@ from qkflow.studies.grid import RunSpec
 from qkflow.studies.runner.engines import RUN_LOCKED, WORKER_LOST, Engine, Retries, WorkerHandle
 from qkflow.studies.runner.live import LiveTable, format_duration
 from qkflow.studies.runner.study_dir import RunDir, StudyDir
+from qkflow.system import handle_signals, termination_signals
 from qkflow.training.metrics_log import MetricsTail
 from qkflow.training.run_dir import (
     EXIT_BAD_INPUT,
@@ -179,8 +178,8 @@ def execute_runs(
 ) -> list[RunTracker]:
     """Execute all runs that are not finished, `jobs` at a time, in order. Add to `execution_time`.
 
-    Raise StudyInterrupted on Ctrl-C or SIGTERM, once all workers have saved their state, and InputError if a
-    worker rejects its config.
+    Raise StudyInterrupted on Ctrl-C, SIGTERM or SIGHUP, once all workers have saved their state, and
+    InputError if a worker rejects its config.
     """
     trackers = [RunTracker(run, study_dir.run_dir(run.id)) for run in runs]
     for tracker in trackers:
@@ -192,7 +191,7 @@ def execute_runs(
     if queue:
         slots = min(jobs or engine.default_jobs(), len(queue))
         start, n_started = time.monotonic(), len(queue) if engine.has_queue else slots
-        with _sigterm_as_keyboard_interrupt(), LiveTable(title, trackers) as live_table:
+        with handle_signals(_interrupt, termination_signals()), LiveTable(title, trackers) as live_table:
             _run_queue(queue, live_table, engine, n_started)
         if execution_time is not None:
             execution_time.add(slots, time.monotonic() - start, trackers)
@@ -283,18 +282,5 @@ def _stop_workers(active: Active) -> None:
         return
 
 
-@contextmanager
-def _sigterm_as_keyboard_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C (in the main thread; Python handles signals nowhere else)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
