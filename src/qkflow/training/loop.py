@@ -21,8 +21,7 @@ from qkflow.measures.circuits import CircuitTracker
 from qkflow.measures.language import EvalResult, evaluate_loss
 from qkflow.models import Decoder
 from qkflow.models.cost import flops_per_token, parameters_by_role
-from qkflow.system import collect_env, has_bfloat16_instructions, peak_memory
-from qkflow.training import pretrained
+from qkflow.system import has_bfloat16_instructions
 from qkflow.training.callbacks import Callback
 from qkflow.training.checkpoint import (
     Checkpoint,
@@ -33,10 +32,10 @@ from qkflow.training.checkpoint import (
 from qkflow.training.config import RunConfig
 from qkflow.training.distributed import DistContext, init_distributed
 from qkflow.training.metrics_log import MetricsLog, check_writers
+from qkflow.training.outputs import build_result, save_outputs
+from qkflow.training.pretrained import full_state_dict
 from qkflow.training.run_dir import (
     CHECKPOINTS_DIR,
-    MODEL_DIR,
-    RESULT_FILE,
     RUN_CONFIG_FILE,
     lock_run_dir,
     stop_signals,
@@ -381,42 +380,13 @@ class Trainer:
         final_eval = self.last_eval
         if self.config.train.final_eval_tokens is not None:
             final_eval = self._evaluate_on(self.final_eval_windows)
-        weights = pretrained.full_state_dict(self.stepper.decoder)
-        result = {
-            "status": "finished",
-            "error": None,
-            **final_eval.to_dict(),
-            "tokens": self.tokens,
-            "steps": self.step,
-            "seconds": self.train_seconds,
-            "step_seconds": statistics.median(
-                self.step_durations or [self.train_seconds / max(1, self.step)]
-            ),
-            "peak_memory_bytes": peak_memory(self.dist_context.device),
-            "parameters": sum(self.parameters_by_role.values()),
-            "parameters_by_role": self.parameters_by_role,
-            "flops_per_token": self.flops_per_token,
-            "data": {"name": self.data.name, "fingerprint": self.data.fingerprint},
-            "environment": collect_env(self.dist_context.device)
-            | {"processes": self.dist_context.world_size},
-        }
+        weights = full_state_dict(self.stepper.decoder)
+        result = build_result(self, final_eval)
         if self.dist_context.is_main:
-            try:
-                self._write_model_and_result(weights, result)
-            except OSError as error:
-                if not (files.is_disk_full(error) and self.checkpoints.remove_older()):
-                    raise
-                self._write_model_and_result(weights, result)
+            save_outputs(self, weights, result)
             shutil.rmtree(self.folder / CHECKPOINTS_DIR, ignore_errors=True)
         self.dist_context.barrier()
         return result
-
-    def _write_model_and_result(self, weights: dict[str, Tensor], result: dict[str, Any]) -> None:
-        seq_len = self.config.data.seq_len
-        pretrained.save_model(
-            self.folder / MODEL_DIR, self.model_config, weights, self.data.tokenizer, seq_len=seq_len
-        )
-        files.write_json(self.folder / RESULT_FILE, result)
 
     def disk_full_error(self, error: OSError) -> DiskFullError:
         """Return the error that says how to finish a run whose files do not fit on the disk."""
