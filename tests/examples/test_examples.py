@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -134,3 +135,15 @@ def test_bad_options_fail_before_training(
     with pytest.raises(SystemExit, match="2"):
         run("finetune_with_coupling.py", text, *arguments)
     assert error in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_cloze_corpus(run: Run, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cloze.jsonl"
+    assert "50 questions" in run("cloze_corpus.py", text, out, "--examples", 50)
+    rows = [json.loads(line)["text"] for line in out.read_text("utf-8").splitlines()]
+    assert len(rows) == 50
+    for row in rows:
+        question, context, answer = re.fullmatch(r"Q: (.*)\? C: (.*) A: (.+)", row).groups()
+        assert answer in context
+        assert answer in text.read_text()
+        assert set(question.split()) <= {"what", *text.read_text().split()}
