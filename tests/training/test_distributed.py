@@ -196,6 +196,16 @@ def test_torchrun_restarts_a_killed_run(make_folder: MakeFolder) -> None:
         assert metric(killed, kind, "loss") == metric(undisturbed, kind, "loss")
 
 
+def test_folder_that_processes_do_not_share(make_folder: MakeFolder) -> None:
+    """As on two nodes, each with a local folder of the same name."""
+    folders = [make_folder(f"rank-{rank}") for rank in range(2)]
+    results, stderr = launch(job(2, (folders[0].with_name("rank-RANK"), {"parallel": "fsdp"})))
+    assert results == [{"codes": [[EXIT_BAD_INPUT] * 2]}]
+    assert stderr.count("[folder-not-shared]") == 2
+    for folder in folders:
+        assert not {path.name for path in folder.iterdir()} - {"config.yaml", ".worker.lock"}
+
+
 def test_bad_input_ends_all_processes(make_folder: MakeFolder) -> None:
     """One sentence per process, no traceback, and the process group stays usable for the next run."""
     uneven = make_folder("uneven", batch_size=6, accumulate=1)
