@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from input_errors import raises_code
+from qkflow.attention import couplings, scorings
 from qkflow.training import RunConfig, TrainConfig, train, worker
 from qkflow.training.config import ParallelMode
 from qkflow.training.distributed import DistContext
@@ -95,10 +96,8 @@ def test_one_process_is_not_wrapped(mode: ParallelMode) -> None:
 
 
 PARTS: dict[str, dict[str, Any]] = {
-    "euler": {"model": {"attention": {"coupling": "euler"}}},
-    "leapfrog": {"model": {"attention": {"coupling": "leapfrog:n=3"}}},
-    "affine": {"model": {"attention": {"coupling": "affine"}}},
-    "differential": {"model": {"attention": {"scoring": "differential"}}},
+    **{name: {"model": {"attention": {"coupling": name}}} for name in couplings.names()},
+    **{name: {"model": {"attention": {"scoring": name}}} for name in scorings.names()},
     "slow-path": {"model": {"slow": {"ratio": 4, "n_layers": 1, "gate_init": 0.5}}},
     "pace": {"pace": 4},
     "increasing-pace": {"pace": "increasing:40"},
