@@ -208,6 +208,24 @@ def test_recipes_that_are_not_files(tmp_path: Path) -> None:
         rehearse_recipe(load_recipe("squad"), "paper", HardwareConfig())
 
 
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["coupling", "--world-size", "8"], "option-of-plan"),
+        (["squad", "--parallel", "fsdp"], "option-of-plan"),
+        (["squad", "--engine", "ray"], "option-of-comparison"),
+        (["synthetic-grid", "--processes-per-run", "2"], "option-of-comparison"),
+    ],
+)
+def test_options_that_a_run_would_ignore(
+    options: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with raises_code(code):
+        dispatch(["reproduce", *options])
+    assert not list(tmp_path.iterdir())
+
+
 def test_claims_name_their_recipes() -> None:
     named = {
         recipe

@@ -3,7 +3,8 @@
     python launch_processes.py JOBS              a JSON list of jobs, which run one after the other
     torchrun … launch_processes.py RUNS          the runs of one job, in processes of torchrun itself
 
-A job is {"processes": 2, "runs": [RUN, …]}; its runs share one process group. A run is {"folder": PATH} and
+A job is {"processes": 2, "runs": [RUN, …]}; its runs share one process group. A run is {"folder": PATH}, in
+which RANK stands for the number of the process, and
 
     parallel  mode of the run (default: that of its config)
     stop      step at which the last process sends itself SIGTERM: all processes must stop at the same step
@@ -49,7 +50,7 @@ def execute(folder: str, parallel: Any = None, stop: int = 0, kill: int = 0) -> 
     signals = {stop: signal.SIGTERM}
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         signals[kill] = signal.SIGKILL
-    path = Path(folder)
+    path = Path(folder.replace("RANK", os.environ["RANK"]))
     return worker.exit_code_of(path, lambda: worker.run_worker(path, SignalAt(signals), parallel))
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from input_errors import raises_code
+from qkflow.attention import couplings, scorings
 from qkflow.training import RunConfig, TrainConfig, train, worker
 from qkflow.training.config import ParallelMode
 from qkflow.training.distributed import DistContext
@@ -95,10 +96,8 @@ def test_one_process_is_not_wrapped(mode: ParallelMode) -> None:
 
 
 PARTS: dict[str, dict[str, Any]] = {
-    "euler": {"model": {"attention": {"coupling": "euler"}}},
-    "leapfrog": {"model": {"attention": {"coupling": "leapfrog:n=3"}}},
-    "affine": {"model": {"attention": {"coupling": "affine"}}},
-    "differential": {"model": {"attention": {"scoring": "differential"}}},
+    **{name: {"model": {"attention": {"coupling": name}}} for name in couplings.names()},
+    **{name: {"model": {"attention": {"scoring": name}}} for name in scorings.names()},
     "slow-path": {"model": {"slow": {"ratio": 4, "n_layers": 1, "gate_init": 0.5}}},
     "pace": {"pace": 4},
     "increasing-pace": {"pace": "increasing:40"},
@@ -194,6 +193,16 @@ def test_torchrun_restarts_a_killed_run(make_folder: MakeFolder) -> None:
     assert weights[0] == weights[1]
     for kind in ("train", "eval"):
         assert metric(killed, kind, "loss") == metric(undisturbed, kind, "loss")
+
+
+def test_folder_that_processes_do_not_share(make_folder: MakeFolder) -> None:
+    """As on two nodes, each with a local folder of the same name."""
+    folders = [make_folder(f"rank-{rank}") for rank in range(2)]
+    results, stderr = launch(job(2, (folders[0].with_name("rank-RANK"), {"parallel": "fsdp"})))
+    assert results == [{"codes": [[EXIT_BAD_INPUT] * 2]}]
+    assert stderr.count("[folder-not-shared]") == 2
+    for folder in folders:
+        assert not {path.name for path in folder.iterdir()} - {"config.yaml", ".worker.lock"}
 
 
 def test_bad_input_ends_all_processes(make_folder: MakeFolder) -> None:

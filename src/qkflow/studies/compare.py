@@ -138,14 +138,13 @@ def compare(
     if execution.engine == "local":
         resolve_device(config.device)
     prepare = prepare_data or prepare_corpus
-    data_overrides = {  # raises before anything is written
-        each.tokenizer: dict(prepare(each)) for each in _config_per_tokenizer(grid)
-    }
-    engine = build_engine(execution, config.device, command=worker_command)
-    with closing(engine), study_dir.lock():
-        engine.check_folder(study_dir.path)
-        runner = StudyRunner(grid, study_dir, engine, execution.jobs, data_overrides, pilot_sd)
-        runner.run()
+    with closing(build_engine(execution, config.device, command=worker_command)) as engine:
+        # after the engine: tokenizing takes long, and a cluster that is missing is reported before it
+        data_overrides = {each.tokenizer: dict(prepare(each)) for each in _config_per_tokenizer(grid)}
+        with study_dir.lock():  # nothing was written before
+            engine.check_folder(study_dir.path)
+            runner = StudyRunner(grid, study_dir, engine, execution.jobs, data_overrides, pilot_sd)
+            runner.run()
     if tasks:
         execution = replace(execution, processes_per_run=1)
         engine = build_engine(execution, config.device, module=FINETUNE_WORKER)

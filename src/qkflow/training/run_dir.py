@@ -11,6 +11,7 @@ The exit code of a worker process tells finished, failed and interrupted runs ap
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
 from collections.abc import Iterator
@@ -92,7 +93,25 @@ def lock_run_dir(folder: Path, dist_context: DistContext) -> Iterator[None]:
     """Lock the run folder in the main process; two runs in one folder would overwrite each other."""
     with ExitStack() as stack:
         dist_context.run_on_main(lambda: stack.enter_context(locks.lock_folder(folder, RUN_LOCK)))
+        _check_shared(folder, dist_context)
         yield
+
+
+def _check_shared(folder: Path, dist_context: DistContext) -> None:
+    """Raise InputError in all processes if one of them does not see the folder of the main process."""
+    if dist_context.world_size == 1:
+        return
+    probe = folder / f".probe-{dist_context.broadcast(secrets.token_hex(8))}"
+    dist_context.run_on_main(lambda: files.write_atomic(probe, ""))
+    (is_missing,) = dist_context.any_rank(not probe.exists())
+    if dist_context.is_main:
+        probe.unlink()
+    if is_missing:
+        raise InputError(
+            f"not every process can read {folder}, which process 0 writes: the nodes of a run need a shared "
+            "file system; train in a folder there",
+            code="folder-not-shared",
+        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +20,11 @@ from input_errors import raises_code
 from qkflow.studies import compare
 from qkflow.studies.config import ExecutionConfig
 from qkflow.studies.grid import RunSpec
-from qkflow.studies.runner import build_engine
+from qkflow.studies.runner import build_engine, ray_cluster
 from qkflow.studies.runner.engines import Engine, LocalEngine
 from qkflow.studies.runner.execution import execute_runs
-from qkflow.studies.runner.ray_engine import WORKER_NICENESS, RayEngine, _start_local
+from qkflow.studies.runner.ray_cluster import AUTH_MODE, WORKER_NICENESS, _start_local, connect
+from qkflow.studies.runner.ray_engine import RayEngine
 from qkflow.studies.runner.study_dir import RunDir, StudyDir
 from toy_study import TOY, WORKER
 
@@ -204,11 +205,41 @@ def test_cluster_out_of_reach() -> None:
         build_engine(ExecutionConfig("ray", address="head-node"))
 
 
+def test_server_that_is_not_rays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E.g. the port of the dashboard; Ray itself would wait and warn for minutes."""
+    pytest.importorskip("ray")
+    monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT", 3.0)
+    with listening_address() as address, raises_code("cluster-out-of-reach"):
+        connect(SimpleNamespace(), address)
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        ("RPC error: InvalidAuthToken: Authentication token is missing", "cluster-needs-token"),
+        ("Version mismatch: Ray: 2.40.0", "cluster-out-of-reach"),
+    ],
+)
+def test_cluster_that_refuses(reason: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_CONNECT", f"import sys; sys.exit({reason!r})")
+    with listening_address() as address, raises_code(code):
+        connect(SimpleNamespace(), address)
+
+
+@contextmanager
+def listening_address() -> Iterator[str]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
 def test_local_cluster_keeps_the_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray reads the environment when it starts; by default its workers give way to all other processes."""
     seen = []
     ray = SimpleNamespace(init=lambda **options: seen.append(os.environ.get(WORKER_NICENESS)))
-    monkeypatch.setenv(WORKER_NICENESS, "")  # restored at the end
+    for name in (WORKER_NICENESS, AUTH_MODE):
+        monkeypatch.setenv(name, "")  # restored at the end
     monkeypatch.delenv(WORKER_NICENESS)
     _start_local(ray)
     monkeypatch.setenv(WORKER_NICENESS, "7")

@@ -99,13 +99,13 @@ def test_study_equals_the_local_engine(slurm: Path, tmp_path: Path) -> None:
         "gpus_per_run": 1,
         "slurm_options": "--partition=gpu --time=1:00",
     }
-    study = compare("toy", out=tmp_path / "s", engine="slurm", **options, **settings)
+    study = compare("toy", out=tmp_path / "my study", engine="slurm", **options, **settings)
     assert losses(study) == losses(local)
     arrays = calls(slurm, "sbatch")
     assert len(arrays) == 1
     script = Path(arrays[0][-1]).read_text()
-    for option in ("--array=0-3%3", "--requeue", "--signal=B:TERM@", "--cpus-per-task=2", "--gpus-per-node=1",
-                   "--partition=gpu", "--time=1:00"):  # fmt: skip
+    for option in ('--job-name="qkflow-my study"', "--array=0-3%3", "--requeue", "--signal=B:TERM@",
+                   "--cpus-per-task=2", "--gpus-per-node=1", "--partition=gpu", "--time=1:00"):  # fmt: skip
         assert f"#SBATCH {option}" in script
 
 
@@ -166,10 +166,14 @@ def test_refused_script(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "invalid partition" in str(error.value)
 
 
-def test_missing_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_is_reported_before_the_corpus_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    settings = {**SETTINGS, "prepare_data": lambda config: pytest.fail("prepared")}
     with raises_code("missing-slurm"):
-        build_engine(ExecutionConfig("slurm"))
+        compare("toy", out=tmp_path / "s", engine="slurm", **settings)
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from qkflow import console
 from qkflow.cli.commands.compare import print_comparison, print_interrupted
 from qkflow.cli.commands.plan import print_plan
 from qkflow.cli.options import options_from
+from qkflow.errors import InputError
 from qkflow.papers.planning import RecipePlan, TaskPlan, plan_recipe
 from qkflow.papers.recipe import ControlledTaskConfig, Recipe, load_recipe, recipe_names, recipe_path
 from qkflow.papers.reproduce import reproduce as run_comparisons
@@ -97,12 +98,31 @@ def reproduce(
     if plan:
         planned = plan_recipe(recipe, scale, hardware, stage_names, **settings)
         return _print_recipe_plan(recipe, planned, json)
+    _check_options(recipe, hardware, execution)
     try:
         if recipe.kind == "comparison":
             return _run_comparisons(study, recipe, scale, stage_names, folder, execution, settings, json)
         return _run_task(recipe, recipe.config(scale, **settings), folder, execution["jobs"], json)
     except StudyInterrupted:
         return print_interrupted()
+
+
+def _check_options(recipe: Recipe, hardware: HardwareConfig, execution: dict[str, Any]) -> None:
+    """Raise InputError for an option that the runs of the recipe would ignore."""
+    for name in _HARDWARE_OPTIONS:
+        if getattr(hardware, name) != getattr(HardwareConfig, name):
+            raise InputError(
+                f"--{name.replace('_', '-')} is an option of --plan and --device meta; the runs themselves "
+                "take --processes-per-run, --engine and --jobs",
+                code="option-of-plan",
+            )
+    for name in _EXECUTION_OPTIONS if recipe.kind != "comparison" else ():
+        if name != "jobs" and execution[name] != getattr(ExecutionConfig, name):
+            raise InputError(
+                f"--{name.replace('_', '-')} is an option of comparisons, and {recipe.name} trains small "
+                "models on this machine: use --jobs",
+                code="option-of-comparison",
+            )
 
 
 def list_recipes(markdown: bool, json: bool) -> int:

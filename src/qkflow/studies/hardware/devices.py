@@ -45,8 +45,8 @@ DEVICES: dict[str, Device] = {
                "NVIDIA H100 Tensor Core GPU data sheet, 2023 (without sparsity)"),
         Device("b200", "NVIDIA B200", 2250e12, 75e12, 180e9, 7.7e12, 900e9,
                "NVIDIA HGX B200 specification, 2024 (one of eight GPUs, without sparsity)"),
-        Device("mi300x", "AMD Instinct MI300X", 1307e12, 163e12, 192e9, 5.3e12, 448e9,
-               "AMD Instinct MI300X data sheet, 2023"),
+        Device("mi300x", "AMD Instinct MI300X", 1307.4e12, 163.4e12, 192e9, 5.3e12, 448e9,
+               "AMD ROCm documentation, MI300 series microarchitecture, 2024"),
         Device("rtx4090", "NVIDIA GeForce RTX 4090", 165e12, 82.6e12, 24e9, 1.01e12, 32e9,
                "NVIDIA Ada GPU architecture white paper, 2022 (fp32 accumulation; link: PCIe 4.0 x16)"),
     )

@@ -2,6 +2,7 @@
 
 engines       what an engine is, and local processes
 ray_engine    the machines of a Ray cluster
+ray_cluster   the connection to it
 slurm_engine  a job array of SLURM
 fork_server   local workers, forked from a process that has imported torch
 launcher      one run in several processes

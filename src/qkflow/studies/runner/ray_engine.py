@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,15 +26,13 @@ from qkflow.studies.runner.engines import (
     Retries,
     WorkerHandle,
 )
-from qkflow.system import process_cpu_count
+from qkflow.studies.runner.ray_cluster import check_reachable, connect
+from qkflow.studies.runner.study_dir import LOG_FILE
 from qkflow.training.run_dir import EXIT_FAILED, EXIT_INTERRUPTED
 
-CONNECT_TIMEOUT = 5.0  # seconds
 PROBE_TIMEOUT = 60.0  # seconds for a node to start a Python process
 POLL_INTERVAL = 0.2  # seconds, of an actor
 STOP_TIMEOUT = 5.0
-OBJECT_STORE_BYTES = 80 * 2**20  # runs exchange files, not objects
-WORKER_NICENESS = "RAY_worker_niceness"  # Ray's default of 15 gives runs a thirtieth of a core that is shared
 FORWARDED = "QKFLOW_"  # environment variables of the study that workers get
 
 
@@ -62,7 +58,7 @@ class RayEngine:
             ) from None
         self.ray: Any = ray
         if execution.address is not None:
-            _check_reachable(execution.address)
+            check_reachable(execution.address)
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             connect(ray, execution.address)
@@ -175,69 +171,6 @@ class RayEngine:
             self.ray.shutdown()
 
 
-def connect(ray: Any, address: str | None) -> None:
-    """Connect to the cluster at `address`; without one to a cluster that runs here, or a new local one."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet = {"log_to_driver": False, "configure_logging": False}
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address is None:
-        with suppress(ConnectionError):
-            ray.init(address="auto", **quiet)
-            return
-        _start_local(ray, **quiet)
-        return
-    _check_reachable(address)
-    try:
-        ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise _out_of_reach(address, str(error).splitlines()[0]) from None
-
-
-def _start_local(ray: Any, **options: Any) -> None:
-    """Start a cluster of this machine alone."""
-    # Ray replaces 127.0.0.1 by an address that other machines reach; a local cluster needs none.
-    loopback = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-    os.environ.setdefault(WORKER_NICENESS, "0")
-    try:
-        ray.init(
-            address="local",
-            num_cpus=process_cpu_count(),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address=loopback,
-            **options,
-        )
-    except Exception as error:  # of no class of its own: a node that is slow to start
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"Ray did not start on this machine ({reason}): try again, or use --engine local",
-            code="ray-not-started",
-        ) from None
-
-
-def _check_reachable(address: str) -> None:
-    """Raise InputError if no server answers at HOST:PORT; Ray itself would try for minutes."""
-    if address in ("auto", "local"):
-        return
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if not colon or not port.isdigit():
-        raise InputError(
-            f"--address {address} is not HOST:PORT, ray://HOST:PORT or auto", code="invalid-address"
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
-    except (OSError, OverflowError) as error:
-        raise _out_of_reach(address, getattr(error, "strerror", None) or str(error)) from None
-
-
-def _out_of_reach(address: str, reason: str) -> InputError:
-    return InputError(
-        f"no Ray cluster answers at {address} ({reason}): start one with `ray start --head`, or correct "
-        "--address",
-        code="cluster-out-of-reach",
-    )
-
-
 def _make_probe() -> Any:
     """Return the function that a node executes. Ray sends a nested function as code, without imports."""
 
@@ -345,15 +278,19 @@ class _RayRun:
             if getattr(error, "actor_init_failed", False):
                 return self._fail(str(error).strip().splitlines()[-1])
             self._drop_actor()
+            self._log(str(error).strip().splitlines()[0])
             return WORKER_LOST
         self._engine.release(self._actor)
         return code
 
     def _fail(self, reason: str) -> int:
         self._drop_actor()
-        with open(self._folder / "log.txt", "a", encoding="utf-8") as log:
-            log.write(f"{reason}\n")
+        self._log(reason)
         return EXIT_FAILED
+
+    def _log(self, reason: str) -> None:
+        with open(self._folder / LOG_FILE, "a", encoding="utf-8") as log:
+            log.write(f"{reason}\n")
 
     def _is_done(self, ref: Any) -> bool:
         ready, _ = self._ray.wait([ref], timeout=0)

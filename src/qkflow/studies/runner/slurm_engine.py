@@ -132,7 +132,7 @@ class SlurmEngine:
         write_atomic(
             script,
             _SCRIPT.format(
-                name=f"qkflow-{study.name}",
+                name=f'"qkflow-{study.name}"',
                 last=len(runs) - 1,
                 limit=f"%{execution.jobs}" if execution.jobs else "",
                 seconds=SECONDS_TO_SAVE,
