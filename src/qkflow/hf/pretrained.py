@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from qkflow import files
 from qkflow.config_io import check_utf8
 from qkflow.data.readers.hf_datasets import check_hub_name, check_hub_reachable
-from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, backend_errors
 from qkflow.errors import InputError, join_limited, unknown
 from qkflow.hf.adapter_io import PICKLE_SUFFIXES, load_adapter
 from qkflow.hf.convert import from_transformers, to_llama, to_transformers
@@ -190,13 +190,14 @@ def load_transformers(
     _check_loaded_weights(source, model, loading_info)
     pretrained.check_finite_weights(f"'{source}'", model.named_parameters())
     hint = "add the tokenizer.json that it was trained with"
-    tokenizer = _from_pretrained(AutoTokenizer, source, "for its tokenizer", hint)
-    try:
-        tokenizer.encode("")  # fails with values of a tokenizer_config.json that are of the wrong type
-    except Exception as error:  # transformers does not check them
-        raise InputError(
-            f"the tokenizer of '{source}' fails ({error}): {hint}", code="model-not-loadable"
-        ) from error
+    with backend_errors(f"the tokenizer of '{source}'"):
+        tokenizer = _from_pretrained(AutoTokenizer, source, "for its tokenizer", hint)
+        try:
+            tokenizer.encode("")  # fails with values of a tokenizer_config.json that are of the wrong type
+        except Exception as error:  # transformers does not check them
+            raise InputError(
+                f"the tokenizer of '{source}' fails ({error}): {hint}", code="model-not-loadable"
+            ) from error
     return model, tokenizer
 
 
