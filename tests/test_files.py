@@ -69,3 +69,15 @@ def test_full_disk_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught, files.atomic_open(tmp_path / "a"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.filename == str(tmp_path / "a")
+
+
+def test_file_and_link_in_place_of_a_folder_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("kept")
+    for name in ("file", "link"):
+        with files.staging_folder(tmp_path / name) as staging:
+            (staging / "new").touch()
+        assert (tmp_path / name / "new").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept", "link"]
+    assert not any((tmp_path / "kept").iterdir())

@@ -19,6 +19,7 @@ from explored import save_small_model
 from input_errors import raises_code
 from made_study import FINAL, write_study
 from qkflow import hf
+from qkflow.cli.main import dispatch
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
 from qkflow.explore.models import open_model
@@ -250,3 +251,28 @@ def test_transformers_folder_with_a_tokenizer_that_panics(copy: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | TOKENIZERS["charsmap"]))
     with raises_code("invalid-tokenizer-file"):
         load_llama(copy)
+
+
+def test_no_text_of_a_file_controls_the_terminal(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, hostile = copy / "study" / "study.yaml", "\x1b]0;renamed\x07\x1b[2J\x9b2J"
+    study = yaml.safe_load(path.read_text())
+    study["config"]["data"] = hostile
+    path.write_text(yaml.safe_dump(study))
+    run = sorted((copy / "study" / "runs").iterdir())[0]
+    (run / "result.json").write_text(json.dumps({"status": "failed", "error": hostile}))
+    for option in ([], ["--table", "cells", "--markdown"]):
+        assert dispatch(["report", str(copy / "study"), *option]) in (0, 1)
+    out, err = capsys.readouterr()
+    assert "renamed" in out
+    assert not set("\x1b\x07\x9b") & set(out + err)
+
+
+def test_folder_in_place_of_a_result(copy: Path) -> None:
+    """The run would be trained again, and could not write its result."""
+    metrics = copy / "run" / "metrics.jsonl"
+    metrics.write_text("kept")
+    (copy / "run" / "config.yaml").write_text("train: {steps: 1}")
+    (copy / "run" / "result.json").mkdir()
+    with raises_code("not-a-file"):
+        dispatch(["train", str(copy / "run")])
+    assert metrics.read_text() == "kept"

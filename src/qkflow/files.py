@@ -142,7 +142,10 @@ def commit_folder(staging: Path, final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that it disappears as a whole: rename it to a hidden name first."""
+    """Remove a folder, or a file or link in its place. It disappears as a whole: it is renamed first."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
+        return
     hidden = folder.with_name(f".{folder.name}.old.part")
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(folder, hidden)

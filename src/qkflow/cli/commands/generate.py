@@ -85,7 +85,7 @@ def generate(
         return
     if printer is None:
         for number, text in enumerate(texts, 1):
-            print(f"--- {number}\n{text}")
+            print(f"--- {number}\n{console.without_controls(text)}")
     else:
         printer.finish()
     console.err.print(
@@ -113,7 +113,7 @@ class _TextStreamer:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text[self._n_printed :])
+        sys.stdout.write(console.without_controls(text[self._n_printed :]))
         sys.stdout.flush()
         self._n_printed = len(text)
 
