@@ -20,6 +20,12 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_the_longest_name_is_written(tmp_path: Path) -> None:
+    for name in ("n" * 255, "é" * 127):
+        files.write_atomic(tmp_path / name, "text")
+        assert (tmp_path / name).read_text() == "text"
+
+
 def test_staging_folder_replaces_the_final_folder_as_a_whole(tmp_path: Path) -> None:
     final = tmp_path / "new" / "folder"
     for text in ("first", "second"):

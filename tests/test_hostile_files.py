@@ -16,6 +16,7 @@ import yaml
 from starlette.testclient import TestClient
 
 from explored import save_small_model
+from hostile_tokenizers import HOSTILE_TOKENIZERS
 from input_errors import raises_code
 from made_study import FINAL, write_study
 from qkflow import hf
@@ -217,30 +218,13 @@ def test_configs_that_transformers_cannot_run(copy: Path, values: dict[str, int]
         open_model(str(copy / "llama"))
 
 
-# changes of a tokenizer.json on which the Rust library panics or fails, when it loads or when it encodes
-TOKENIZERS: dict[str, dict[str, Any]] = {
-    "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
-    "chunks of 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "slow regex": {
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"(\w+\s?)*$^"},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-    },
-    "no unknown token": {"model": {"type": "WordLevel", "unk_token": "[UNK]", "vocab": {"zz": 0}}},
-    "huge id": {"model": {"type": "WordLevel", "unk_token": "zz", "vocab": {"zz": 2**32 - 1}}},
-}
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("kind", HOSTILE_TOKENIZERS)
 def test_tokenizers_that_fail(tmp_path: Path, kind: str) -> None:
     from qkflow.data.tokenizer import load_tokenizer, train_bpe
 
     path = tmp_path / "tokenizer.json"
     content = json.loads(train_bpe(iter(["a b"] * 9), 260).to_str())
-    path.write_text(json.dumps(content | TOKENIZERS[kind]))
+    path.write_text(json.dumps(content | HOSTILE_TOKENIZERS[kind]))
     with raises_code("invalid-tokenizer-file"):
         load_tokenizer(str(path)).encode_documents(["a" * 300])
 
@@ -248,7 +232,7 @@ def test_tokenizers_that_fail(tmp_path: Path, kind: str) -> None:
 def test_transformers_folder_with_a_tokenizer_that_panics(copy: Path) -> None:
     to_fast_tokenizer(ByteTokenizer()).save_pretrained(copy / "llama")
     path = copy / "llama" / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | TOKENIZERS["charsmap"]))
+    path.write_text(json.dumps(json.loads(path.read_text()) | HOSTILE_TOKENIZERS["charsmap"]))
     with raises_code("invalid-tokenizer-file"):
         load_llama(copy)
 

@@ -34,7 +34,8 @@ def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` only if the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    # of a name that is as long as names may be only the start
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
             yield file
