@@ -201,6 +201,24 @@ def test_weights_that_overflow_are_one_sentence(copy: Path) -> None:
         assert answer.json()["code"] == "non-finite-output"
 
 
+@pytest.mark.parametrize(
+    "values", [{"_attn_implementation": "a/kernel"}, {"text_config": {"attn_implementation": "a/kernel"}}]
+)
+def test_configs_that_name_code_of_a_hub(copy: Path, values: dict[str, Any]) -> None:
+    path = copy / "llama" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with raises_code("model-not-loadable") as caught:
+        load_llama(copy)
+    assert "implementation" in str(caught.value)
+
+
+def test_adapters_that_name_a_model_of_a_hub(copy: Path) -> None:
+    (copy / "llama" / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    with raises_code("model-not-loadable") as caught:
+        load_llama(copy)
+    assert "PEFT" in str(caught.value)
+
+
 @pytest.mark.parametrize("values", [{"num_labels": 10**9}, {"num_hidden_layers": 10**9}])
 def test_counts_that_transformers_would_build(copy: Path, values: dict[str, int]) -> None:
     path = copy / "llama" / "config.json"

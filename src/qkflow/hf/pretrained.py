@@ -176,7 +176,7 @@ def load_transformers(
     """Load a model with one of the Auto classes, and its tokenizer. Pickled weights are refused."""
     check_source_exists(source)
     _check_no_pickles(Path(source))
-    _check_counts(Path(source) / "config.json")
+    _check_config(Path(source) / "config.json")
     with _silence_load_report():
         model, loading_info = _from_pretrained(
             auto_class,
@@ -252,10 +252,24 @@ def _check_no_pickles(folder: Path) -> None:
         )
 
 
-def _check_counts(path: Path) -> None:
-    """Raise for more layers or labels than any model has."""
-    config = read_json(path, code="model-not-loadable") if path.is_file() else {}
+def _check_config(path: Path) -> None:
+    """Raise for more layers or labels than any model has, and for kernels, which are code of a hub.
+
+    Raise also for an adapter of PEFT, whose base model transformers would look for on a hub.
+    """
+    if path.with_name("adapter_config.json").is_file():
+        raise InputError(
+            f"'{path.parent}' is an adapter of PEFT: merge it with merge_and_unload, and save the result",
+            code="model-not-loadable",
+        )
+    _check_values(path, read_json(path, code="model-not-loadable") if path.is_file() else {})
+
+
+def _check_values(path: Path, config: Any) -> None:
     for key, value in config.items() if isinstance(config, dict) else ():
+        _check_values(path, value)  # the configs of parts
+        if key.endswith("_implementation") and "/" in str(value):
+            raise InputError(f"{path}: '{key}' names code of a hub: remove it", code="model-not-loadable")
         most = next((most for part, most in MAX_COUNTS.items() if part in key), None)
         if most is not None and isinstance(value, int) and value > most:
             raise InputError(
