@@ -20,6 +20,12 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_the_longest_name_is_written(tmp_path: Path) -> None:
+    for name in ("n" * 255, "é" * 127):
+        files.write_atomic(tmp_path / name, "text")
+        assert (tmp_path / name).read_text() == "text"
+
+
 def test_staging_folder_replaces_the_final_folder_as_a_whole(tmp_path: Path) -> None:
     final = tmp_path / "new" / "folder"
     for text in ("first", "second"):
@@ -69,3 +75,15 @@ def test_full_disk_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as caught, files.atomic_open(tmp_path / "a"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.filename == str(tmp_path / "a")
+
+
+def test_file_and_link_in_place_of_a_folder_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("kept")
+    for name in ("file", "link"):
+        with files.staging_folder(tmp_path / name) as staging:
+            (staging / "new").touch()
+        assert (tmp_path / name / "new").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept", "link"]
+    assert not any((tmp_path / "kept").iterdir())

@@ -16,9 +16,11 @@ import yaml
 from starlette.testclient import TestClient
 
 from explored import save_small_model
+from hostile_tokenizers import HOSTILE_TOKENIZERS
 from input_errors import raises_code
 from made_study import FINAL, write_study
 from qkflow import hf
+from qkflow.cli.main import dispatch
 from qkflow.data.tokenizer import ByteTokenizer
 from qkflow.errors import InputError
 from qkflow.explore.models import open_model
@@ -199,6 +201,24 @@ def test_weights_that_overflow_are_one_sentence(copy: Path) -> None:
         assert answer.json()["code"] == "non-finite-output"
 
 
+@pytest.mark.parametrize(
+    "values", [{"_attn_implementation": "a/kernel"}, {"text_config": {"attn_implementation": "a/kernel"}}]
+)
+def test_configs_that_name_code_of_a_hub(copy: Path, values: dict[str, Any]) -> None:
+    path = copy / "llama" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    with raises_code("model-not-loadable") as caught:
+        load_llama(copy)
+    assert "implementation" in str(caught.value)
+
+
+def test_adapters_that_name_a_model_of_a_hub(copy: Path) -> None:
+    (copy / "llama" / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+    with raises_code("model-not-loadable") as caught:
+        load_llama(copy)
+    assert "PEFT" in str(caught.value)
+
+
 @pytest.mark.parametrize("values", [{"num_labels": 10**9}, {"num_hidden_layers": 10**9}])
 def test_counts_that_transformers_would_build(copy: Path, values: dict[str, int]) -> None:
     path = copy / "llama" / "config.json"
@@ -214,3 +234,47 @@ def test_configs_that_transformers_cannot_run(copy: Path, values: dict[str, int]
     to_fast_tokenizer(ByteTokenizer()).save_pretrained(copy / "llama")
     with raises_code("model-not-loadable"):
         open_model(str(copy / "llama"))
+
+
+@pytest.mark.parametrize("kind", HOSTILE_TOKENIZERS)
+def test_tokenizers_that_fail(tmp_path: Path, kind: str) -> None:
+    from qkflow.data.tokenizer import load_tokenizer, train_bpe
+
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(train_bpe(iter(["a b"] * 9), 260).to_str())
+    path.write_text(json.dumps(content | HOSTILE_TOKENIZERS[kind]))
+    with raises_code("invalid-tokenizer-file"):
+        load_tokenizer(str(path)).encode_documents(["a" * 300])
+
+
+def test_transformers_folder_with_a_tokenizer_that_panics(copy: Path) -> None:
+    to_fast_tokenizer(ByteTokenizer()).save_pretrained(copy / "llama")
+    path = copy / "llama" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | HOSTILE_TOKENIZERS["charsmap"]))
+    with raises_code("invalid-tokenizer-file"):
+        load_llama(copy)
+
+
+def test_no_text_of_a_file_controls_the_terminal(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, hostile = copy / "study" / "study.yaml", "\x1b]0;renamed\x07\x1b[2J\x9b2J"
+    study = yaml.safe_load(path.read_text())
+    study["config"]["data"] = hostile
+    path.write_text(yaml.safe_dump(study))
+    run = sorted((copy / "study" / "runs").iterdir())[0]
+    (run / "result.json").write_text(json.dumps({"status": "failed", "error": hostile}))
+    for option in ([], ["--table", "cells", "--markdown"]):
+        assert dispatch(["report", str(copy / "study"), *option]) in (0, 1)
+    out, err = capsys.readouterr()
+    assert "renamed" in out
+    assert not set("\x1b\x07\x9b") & set(out + err)
+
+
+def test_folder_in_place_of_a_result(copy: Path) -> None:
+    """The run would be trained again, and could not write its result."""
+    metrics = copy / "run" / "metrics.jsonl"
+    metrics.write_text("kept")
+    (copy / "run" / "config.yaml").write_text("train: {steps: 1}")
+    (copy / "run" / "result.json").mkdir()
+    with raises_code("not-a-file"):
+        dispatch(["train", str(copy / "run")])
+    assert metrics.read_text() == "kept"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,13 +18,28 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
+
+
+def without_controls(text: str) -> str:
+    """Escape control characters: text of a file could rename the window, or hide what is above it."""
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class PipedConsole(Console):
-    """Console that raises BrokenPipeError for a closed pipe, as `print` does, instead of exiting with 1."""
+    """Console that raises BrokenPipeError for a closed pipe, as `print` does, instead of exiting with 1.
+
+    Control characters in a text are escaped; colors and progress bars are not part of a text.
+    """
 
     def on_broken_pipe(self) -> None:
         raise
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=without_controls(segment.text))
 
 
 out = PipedConsole()  # results

@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +34,8 @@ def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` only if the block ends without an error."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    # of a name that is as long as names may be only the start
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -42,7 +43,8 @@ def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only folder
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)  # not the temporary file; a write to a full disk names none
         raise
@@ -142,7 +144,10 @@ def commit_folder(staging: Path, final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder so that it disappears as a whole: rename it to a hidden name first."""
+    """Remove a folder, or a file or link in its place. It disappears as a whole: it is renamed first."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
+        return
     hidden = folder.with_name(f".{folder.name}.old.part")
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(folder, hidden)

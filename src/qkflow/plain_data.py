@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -81,19 +81,9 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES, *, code: str = "inva
     return parse_json(read_bytes(path, max_bytes), str(path), code=code)
 
 
-def read_yaml(
-    path: str | Path,
-    *,
-    code: str = "invalid-yaml",
-    text_code: str | None = None,
-    text_tags: Iterable[str] = (),
-) -> Any:
-    """Return the values of a YAML file: the types of JSON only. `dataclass_from_dict` refuses NaN, by key.
-
-    text_tags    tags such as `!function` whose values are read as text; every other tag is refused
-    """
-    text = read_text(path, MAX_YAML_BYTES, code=text_code or code)
-    return parse_yaml(text, str(path), code=code, text_tags=text_tags)
+def read_yaml(path: str | Path, *, code: str = "invalid-yaml", text_code: str | None = None) -> Any:
+    """Return the values of a YAML file: the types of JSON only. `dataclass_from_dict` refuses NaN, by key."""
+    return parse_yaml(read_text(path, MAX_YAML_BYTES, code=text_code or code), str(path), code=code)
 
 
 def parse_json(text: str | bytes, source: str, *, code: str = "invalid-json") -> Any:
@@ -114,12 +104,10 @@ def load_json(text: str) -> Any:
     return _without_surrogates(values) if _LONE_SURROGATE.search(text) else values
 
 
-def parse_yaml(text: str, source: str, *, code: str = "invalid-yaml", text_tags: Iterable[str] = ()) -> Any:
+def parse_yaml(text: str, source: str, *, code: str = "invalid-yaml") -> Any:
     """Parse YAML as `read_yaml` does; errors name `source`."""
-    constructors = dict.fromkeys(text_tags, yaml.SafeLoader.construct_yaml_str)
-    loader: Any = type("_Loader", (_PlainLoader,), {"yaml_constructors": _CONSTRUCTORS | constructors})
     try:
-        values = yaml.load(text, loader)  # a SafeLoader with fewer types, and with limits
+        values = yaml.load(text, _PlainLoader)  # a SafeLoader with fewer types, and with limits
     except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise InputError(f"{source} is not valid YAML ({_reason(error)})", code=code) from None
     return _without_surrogates(values) if _LONE_SURROGATE.search(text) else values
@@ -265,7 +253,7 @@ def _check_distinct_keys(node: yaml.MappingNode) -> None:
 
 
 _TAG = "tag:yaml.org,2002:"
-_CONSTRUCTORS: dict[str | None, Any] = {
+_PlainLoader.yaml_constructors = {
     f"{_TAG}null": yaml.SafeLoader.construct_yaml_null,
     f"{_TAG}bool": yaml.SafeLoader.construct_yaml_bool,
     f"{_TAG}int": _PlainLoader.construct_int,
@@ -275,7 +263,6 @@ _CONSTRUCTORS: dict[str | None, Any] = {
     f"{_TAG}map": yaml.SafeLoader.construct_yaml_map,
     None: _PlainLoader.refuse,
 }
-_PlainLoader.yaml_constructors = _CONSTRUCTORS
 _PlainLoader.yaml_implicit_resolvers = {  # a date stays text
     letter: [(tag, pattern) for tag, pattern in resolvers if tag != f"{_TAG}timestamp"]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -122,8 +122,9 @@ def test_flags_override_a_config_file(
         command("train", tmp_path / "other", "--config", tmp_path / "bad.yaml")
     assert "bad.yaml" in str(caught.value)
     assert "'steps'" in str(caught.value)
-    with raises_code("invalid-assignment"):
-        command("train", tmp_path / "other", "--set", "clip")
+    for assignment in ("clip", f"train.{'a.' * 5000}x=1"):
+        with raises_code("invalid-assignment"):
+            command("train", tmp_path / "other", "--set", assignment)
     with raises_code("renamed-key") as caught:
         command("train", tmp_path / "other", "--set", "train.checkpoint_blocks=true")
     assert "train.activation_checkpointing" in str(caught.value)
@@ -264,6 +265,8 @@ def test_probe(model: Path, corpus: Path, command: Command, tmp_path: Path) -> N
             command("probe", model, *wrong)
     with raises_code("unknown-map-format"):
         command("probe", model, "--text", "a", "--out", "maps.svg")
+    with raises_code("text-too-long"):  # the time grows with its cube
+        command("probe", model, "--text", "a b " * 1000)
 
 
 @pytest.mark.parametrize("name", ["eval", "generate", "probe"])

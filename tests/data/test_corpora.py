@@ -34,6 +34,23 @@ def test_speeches_need_no_pandas_or_torch() -> None:
     assert (pandas, torch) == ("False", "False")
 
 
+def test_globs_do_not_follow_links(tmp_path: Path) -> None:
+    """Links of a folder to itself would be followed 40 times: 2^40 paths."""
+    (tmp_path / "sub").mkdir()
+    for name in ("a.txt", "sub/b.txt", ".hidden.txt"):
+        (tmp_path / name).write_text(f"text of {name}\n")
+    for name in ("first", "second"):
+        (tmp_path / name).symlink_to(".")
+    for pattern in ("**/*.txt", "**"):
+        assert [text for _, text in read_documents(tmp_path / pattern)] == [
+            "text of a.txt\n",
+            "text of sub/b.txt\n",
+        ]
+    assert len(read_documents(tmp_path / ".*.txt")) == 1
+    with raises_code("corpus-not-found"):
+        read_documents(tmp_path / "a**")
+
+
 def test_python_corpus_excludes_tests_and_packages() -> None:
     corpus = corpora.resolve("python")
     assert isinstance(corpus, corpora.FileCorpus)

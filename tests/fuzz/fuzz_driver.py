@@ -30,6 +30,7 @@ EXIT_CODES = {0, 2}
 EXIT_CODES_OF_STUDIES = {0, 1, 2}  # 1: a run has failed, or has not finished
 STUDY_COMMANDS = ("compare", "report", "reproduce", "pace", "train")
 REFUSAL = re.compile(r"qkflow: .+ \[[a-z0-9-]+\]")
+CONTROLS = re.compile("[\x07\x08\x1b\x9b]")
 LEFTOVER = re.compile(r"\.part$|\.tmp$|^tmp|\.incomplete$")
 
 
@@ -197,6 +198,9 @@ def _check(case: Case, place: Path, before: set[str], outcome: Outcome) -> Outco
         return Outcome("output", f"refused without a sentence: {outcome.err[-500:]}", f"{command} refusal")
     if outcome.code == 0 and "--json" in case.argv and not _is_json(outcome.out):
         return Outcome("output", f"not one JSON object: {outcome.out[:300]}", f"{command} json")
+    # stdout is no terminal, so none is a color; what a model generates is written as it is
+    if command != "generate" and CONTROLS.search(outcome.out):
+        return Outcome("output", f"control characters: {outcome.out[-300:]!r}", f"{command} controls")
     left = sorted(
         path for path in set(_paths(place)) - before if LEFTOVER.search(Path(path).name) and path != "tmp"
     )

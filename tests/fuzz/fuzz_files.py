@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from hostile_tokenizers import HOSTILE_TOKENIZERS, MORE_TOKENIZERS
 from qkflow.data import token_set
 
 SCRIPT = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -154,6 +155,9 @@ def change_value(path: Path, rng: random.Random) -> None:
         at = rng.randrange(len(lines))
         lines[at] = json.dumps(_changed(json.loads(lines[at]), rng))
         _replace(path, "\n".join(lines).encode())
+    elif path.name == "tokenizer.json" and rng.random() < 0.5:
+        section = rng.choice([*HOSTILE_TOKENIZERS.values(), *MORE_TOKENIZERS.values()])
+        _replace(path, json.dumps(json.loads(text) | section).encode())
     elif path.suffix == ".json":
         _replace(path, json.dumps(_changed(json.loads(text), rng)).encode())
     elif path.suffix == ".safetensors":
@@ -239,6 +243,6 @@ def copy_item(source: Path, target: Path) -> None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
-        shutil.copytree(source, target)
+        shutil.copytree(source, target, symlinks=True)
     else:
         shutil.copy(source, target)

@@ -22,8 +22,8 @@ from fuzz_world import SMALL
 from qkflow.cli.main import COMMANDS, TOP_LEVEL_FLAGS, load_command
 
 MODELS = ["run", "run-bpe", "run/model", "partial", "exported", "llama", "sharded", "adapter"]
-CORPORA = ["text.jsonl", "text.txt", "table.csv#text", "text.parquet", "text.txt.gz", "texts"]
-CORPORA += ["patterns:documents=8,words=20"]
+CORPORA = ["text.jsonl", "text.txt", "table.csv#text", "text.parquet", "text.txt.gz", "texts", "loops"]
+CORPORA += ["patterns:documents=8,words=20", "loops/**/*.txt"]
 STUDIES = ["study", "finished", "pace", "record.json"]
 VARIANTS = ["standard", "euler", "euler{step=0,1}", "leapfrog:n=2", "affine+differential", "drift@gpt2"]
 # Valid values by the name of an option; an option of another name has those of its type.
@@ -74,7 +74,7 @@ PLACES: dict[str, list[str]] = {
     "split": ["train", "validation", "all"],
     "tasks": ["tiny_choice"],
     "include": ["tasks"],
-    "text": ["To be"],
+    "text": ["To be", "a b " * 2000],
     "prompt": ["To be", ""],
     "kind": ["CACO", "all"],
     "setting": ["FACO"],
@@ -119,7 +119,15 @@ HOSTILE_TEXTS = [
     *("euler:step=nan", "euler:hidden_dim=99999999999", "leapfrog:n=99999999999", "leapfrog:n=-1"),
     *("increasing:nan", "increasing:", "euler{", "euler{step=}", "standard{train.lr=[[[[}", "a=b=c", "a.b="),
     *("standard{model.dim=99999999999}", "train.lr=nan", "train.seed=1e400", "model.rope={a: 1}", "x.y.z=1"),
-    *("model.dim=" + "[" * 3000, "train.pace={}", "train.steps=2024-13-45", "model.slow={ratio: 0}", ".=1"),
+    *(
+        "model.dim=1000000",
+        "train." + "a." * 5000 + "x=1",
+        "model.dim=" + "[" * 3000,
+        "train.pace={}",
+        "train.steps=2024-13-45",
+        "model.slow={ratio: 0}",
+        ".=1",
+    ),
     *("model.slow={ratio: 99999999999}", "model.attention={window: -1}", "model.slow.inject=[99]", SCRIPT),
     *("data.corpus=..", "train.freeze=[x]", "glue:", "glue:x", "squad", "cuda:x", "cpu:99999999999", "meta"),
     *("*", "[", "**/*", "nowhere/*.txt", "text.jsonl#", "table.csv#²", "table.csv#" + "9" * 5000),
@@ -130,6 +138,7 @@ HOSTILE_ENVIRONMENT = {
     "WORLD_SIZE": ["0", "-1", "x", "", "99999999999", "2"],
     "RANK": ["-1", "x", "7"],
     "LOCAL_RANK": ["x", "-1"],
+    "LOCAL_WORLD_SIZE": ["x", "0"],
     "HOME": ["", "/nowhere", "\udcff", "/dev/null"],
     "QKFLOW_CACHE": ["", "/dev/null", "text.txt", "/dev/null/x", "~no-such-user", "\udcff", "x" * 300],
     "HF_ENDPOINT": [

@@ -63,6 +63,10 @@ def _write_corpora(folder: Path) -> None:
     (folder / "texts").mkdir()
     for name in ("train", "test"):
         (folder / "texts" / f"{name}.txt").write_text("\n\n".join(texts))
+    (folder / "loops").mkdir()
+    (folder / "loops" / "text.txt").write_text("\n\n".join(texts))
+    for name in ("first", "second"):  # 2^40 paths, if they are followed
+        (folder / "loops" / name).symlink_to(".")
     import pyarrow
     from pyarrow import parquet
 

@@ -141,7 +141,8 @@ MISTAKES = {
     "column of answers": (("doc_to_target: answer", "doc_to_target: anser"), "invalid-task-data", "'anser'"),
     "key": (("target_delimiter", "delimiter"), "invalid-task", "'delimiter'"),
     "metric": (("metric: acc", "metric: accur"), "invalid-task", "metric_list"),
-    "function": (("target: answer", "target: !function nowhere.f"), "invalid-task", "'nowhere'"),
+    "function": (("target: answer", "target: !function nowhere.f"), "invalid-task-file", "!function"),
+    "include": (("task: tiny_choice", "include: tiny_choice.yaml"), "invalid-task-file", "includes itself"),
     "group": (("task: tiny_choice", "group: tiny"), "task-group-file", "'tiny'"),
     "file": (("questions.jsonl", "gone.jsonl"), "task-data-unreadable", "gone.jsonl"),
 }
@@ -162,6 +163,26 @@ def test_mistakes_in_task_files(task: Path, mistake: str, monkeypatch: pytest.Mo
     assert "tiny_choice" in str(caught.value)
     assert value in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_no_task_file_runs_code(task: Path) -> None:
+    """Not by a tag, not by a file that it includes, not by a template."""
+    code = task.with_name("evil.py")
+    code.write_text("raise SystemExit\n")
+    content = task.read_text()
+    task.with_name("other.yaml").write_text("process_docs: !function evil.f\n")
+    model, tokenizer = model_and_tokenizer()
+    for text in (f"include: other.yaml\n{content}", content):  # the folder has another file with the tag
+        task.write_text(text)
+        with raises_code("invalid-task-file"):
+            hf.evaluate(model, ["tiny_choice"], tokenizer=tokenizer, include_path=task.parent)
+    task.with_name("other.yaml").unlink()
+    touched = task.with_name("touched")
+    template = f"{{{{cycler.__init__.__globals__.os.mkdir('{touched}')}}}}"
+    task.write_text(content.replace('"{{question}}"', json.dumps(template)))
+    with raises_code("invalid-task"):
+        hf.evaluate(model, [str(task)], tokenizer=tokenizer)
+    assert not touched.exists()
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "task"])

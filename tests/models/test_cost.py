@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from input_errors import raises_code
 from qkflow.attention import couplings, scorings
 from qkflow.models import Decoder, ModelConfig, preset
 from qkflow.models.cost import (
     build_meta_decoder,
+    check_memory,
     count_flops,
     flops_per_token,
     parameters_by_role,
@@ -110,3 +113,10 @@ def test_flops_match_the_counter_of_pytorch(scoring: str) -> None:
 
 def test_meta_decoder_allocates_nothing() -> None:
     assert all(p.is_meta for p in build_meta_decoder(preset("455m")).parameters())
+
+
+def test_models_larger_than_the_memory_are_refused() -> None:
+    config = preset("tiny", vocab_size=64)
+    check_memory(config)
+    with raises_code("out-of-memory"):
+        check_memory(replace(config, dim=2**19, n_heads=2))

@@ -71,6 +71,13 @@ def assert_equal_curves(folder: Path, reference: Path, rel: float = 1e-5) -> Non
     assert min(metric(folder, "train", "grad_norm")) > CLIP
 
 
+@pytest.mark.parametrize("text", ["x", "-1", "2.5"])
+def test_local_world_size_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with raises_code("invalid-world-size"):
+        DistContext(torch.device("cpu"), "hsdp", world_size=4).mesh_shape()
+
+
 def test_grad_norms_and_losses_match_one_process(make_folder: MakeFolder) -> None:
     modes = {1: ("ddp", "fsdp"), 2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
     one = make_folder("one")

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from qkflow import files
-from qkflow.errors import InputError
+from qkflow.errors import InputError, printable
 from qkflow.locks import lock_folder
 from qkflow.plain_data import read_json
 
@@ -116,7 +116,7 @@ def file_stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 def log_to_stderr(message: str) -> None:
     """Print a message that is neither a result nor an error."""
-    print(f"qkflow: {message}", file=sys.stderr)
+    print(f"qkflow: {printable(message)}", file=sys.stderr)
 
 
 def _log_waiting() -> None:

@@ -322,8 +322,13 @@ def _files_matching_glob(pattern: Path) -> list[tuple[Path, str]]:
     root = pattern
     while glob.has_magic(str(root)):
         root = root.parent
-    matches = [Path(match) for match in sorted(glob.glob(str(pattern), recursive=True))]
-    files = [match for match in matches if match.is_file()]
+    relative = pattern.relative_to(root) / ("*" if pattern.name == "**" else "")
+    try:  # of pathlib, whose ** does not follow links: two of them to their own folder make 2^40 paths
+        matches = sorted(root.glob(str(relative)))
+    except ValueError as error:
+        raise InputError(f"{pattern} is not a pattern of files ({error})", code="corpus-not-found") from None
+    hidden = any(part.startswith(".") for part in relative.parts)
+    files = [match for match in matches if match.is_file() and (hidden or not _is_hidden(match, root))]
     if not files:
         raise InputError(f"no file matches {pattern}", code="corpus-not-found")
     labeled, left_out = _assign_file_splits(files, root)
@@ -345,9 +350,12 @@ def _data_files(folder: Path) -> tuple[list[Path], list[Path]]:
     )
 
 
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
 def _is_ignored(path: Path, folder: Path) -> bool:
-    parts = path.relative_to(folder).parts
-    return any(part.startswith(".") for part in parts) or bool(re.match("README|LICEN[CS]E", parts[-1]))
+    return _is_hidden(path, folder) or bool(re.match("README|LICEN[CS]E", path.name))
 
 
 def _assign_file_splits(files: list[Path], root: Path) -> tuple[list[tuple[Path, str]], list[Path]]:

@@ -6,6 +6,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from qkflow.data.bpe_cache import BPECache, bpe_cache_enabled, can_split_at_spac
 from qkflow.data.cache import file_stamps
 from qkflow.errors import InputError, unknown
 from qkflow.files import expand_user
-from qkflow.plain_data import load_json, read_json
+from qkflow.plain_data import load_json, read_json, read_text
 from qkflow.system import process_cpu_count
 
 if TYPE_CHECKING:
@@ -38,6 +39,22 @@ _EOS_CANDIDATES = (
 # The word cache uses one core. On more cores than this, `tokenizers` on all of them is faster.
 _BPE_CACHE_MAX_CORES = 4
 _PIECE_CHARS = 1 << 16  # long documents are split into pieces of this size, which are encoded in parallel
+MAX_VOCAB_SIZE = 10**7  # a table of so many tokens still fits into memory
+
+
+@contextmanager
+def backend_errors(source: str = "the tokenizer") -> Iterator[None]:
+    """Raise InputError for what the Rust library raises: a bare Exception, or a panic, a BaseException."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"{source} fails ({reason}): give the tokenizer.json that the model was trained with",
+            code="invalid-tokenizer-file",
+        ) from None
 
 
 class Tokenizer(ABC):
@@ -120,15 +137,23 @@ class HuggingFaceTokenizer(Tokenizer):
         backend_tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text does not end it
         self.backend_tokenizer = backend_tokenizer
         self.vocab_size = max(backend_tokenizer.get_vocab().values()) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise InputError(
+                f"the tokenizer has the token id {self.vocab_size - 1:,}: at most {MAX_VOCAB_SIZE - 1:,}",
+                code="invalid-tokenizer-file",
+            )
         self.eos_token_id = backend_tokenizer.get_vocab()[eos_token]
         self.bos_token_id = bos_token_id
 
+    @backend_errors()
     def encode(self, text: str) -> list[int]:
         return self.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
+    @backend_errors()
     def decode(self, tokens: Sequence[int]) -> str:
         return self.backend_tokenizer.decode(list(tokens), skip_special_tokens=True)
 
+    @backend_errors()
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
         tokens = self._bpe_cache.encode(texts) if bpe_cache_enabled() and self._bpe_cache else None
         if tokens is None:
@@ -168,6 +193,7 @@ class HuggingFaceTokenizer(Tokenizer):
             return BPECache(self.backend_tokenizer, self.eos_token_id, self.dtype)
         return None
 
+    @backend_errors()
     def token_bytes(self) -> np.ndarray:
         state = json.loads(self.backend_tokenizer.to_str())
         special = {token["id"] for token in state["added_tokens"] if token["special"]}
@@ -188,8 +214,9 @@ def tokenizer_from_str(serialized: str, eos_token_id: int, bos_token_id: int | N
         return ByteTokenizer()
     from tokenizers import Tokenizer as RustTokenizer
 
-    rust = RustTokenizer.from_str(serialized)
-    return HuggingFaceTokenizer(rust, rust.id_to_token(eos_token_id), bos_token_id)
+    with backend_errors():
+        rust = RustTokenizer.from_str(serialized)
+        return HuggingFaceTokenizer(rust, rust.id_to_token(eos_token_id), bos_token_id)
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
@@ -238,17 +265,11 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec.startswith("hf:"):
         return HuggingFaceTokenizer(_load_from_hub(spec[3:]))
     files = _tokenizer_files(spec)
-    try:
+    with backend_errors(spec):
         if len(files) == 1:
-            return HuggingFaceTokenizer(
-                RustTokenizer.from_file(str(files[0])), _configured_eos_token(files[0].parent)
-            )
-        vocab, merges = map(str, files)
-        rust = RustTokenizer(models.BPE.from_file(vocab, merges))
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(
-            f"{spec} cannot be loaded as a tokenizer: {error}", code="invalid-tokenizer-file"
-        ) from error
+            rust = RustTokenizer.from_str(read_text(files[0]))
+            return HuggingFaceTokenizer(rust, _configured_eos_token(files[0].parent))
+        rust = RustTokenizer(models.BPE.from_file(*map(str, files)))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
     return HuggingFaceTokenizer(rust)

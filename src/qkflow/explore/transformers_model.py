@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qkflow.attention.couplings.base import Coupling
+from qkflow.data.tokenizer import backend_errors
 from qkflow.errors import InputError
 from qkflow.explore.base import ExplorableModel, Trajectory
 from qkflow.explore.capture import Capture, ForwardPass
@@ -45,6 +46,7 @@ class TransformersModel(ExplorableModel):
         self.final_norm = self._find_final_norm() if head == "causal" else None
         self.encode("a")  # raises now if the tokenizer is not the model's
 
+    @backend_errors()
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text)["input_ids"]
         n_embeddings = self.model.get_input_embeddings().weight.shape[0]
@@ -56,6 +58,7 @@ class TransformersModel(ExplorableModel):
             )
         return ids
 
+    @backend_errors()
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text

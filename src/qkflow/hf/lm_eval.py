@@ -20,6 +20,7 @@ from qkflow.hf.pretrained import load_model_and_tokenizer
 from qkflow.plain_data import read_yaml
 
 TASK_SUFFIXES = (".yaml", ".yml")
+MAX_INCLUDES = 10  # of one task file by another
 
 
 def evaluate(
@@ -141,7 +142,23 @@ def _import_lm_eval() -> Any:
             code="missing-dependency",
         ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every default
+    _sandbox_templates()
     return SimpleNamespace(simple_evaluate=simple_evaluate, HFLM=HFLM, TaskManager=TaskManager)
+
+
+def _sandbox_templates() -> None:
+    """Let the templates of task files reach the fields of a document alone, not the modules of Python."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from lm_eval import utils
+
+    if not isinstance(utils.env, ImmutableSandboxedEnvironment):
+        sandbox = ImmutableSandboxedEnvironment(
+            loader=utils.env.loader,
+            undefined=utils.env.undefined,
+            keep_trailing_newline=utils.env.keep_trailing_newline,
+        )
+        sandbox.filters.update(utils.env.filters)
+        utils.env = sandbox
 
 
 def _load_tasks(
@@ -178,6 +195,9 @@ def _find_tasks(harness: Any, tasks: Sequence[str], include_path: str | Path | N
     if include_path is not None and not Path(include_path).is_dir():
         raise InputError(f"include_path: there is no folder '{include_path}'", code="folder-not-found")
     folder = None if include_path is None else str(Path(include_path).resolve())
+    for path in sorted(Path(folder).rglob("*")) if folder else ():
+        if path.suffix in TASK_SUFFIXES:
+            _read_task_file(path)
     # indexing the thousands of built-in tasks is slow: do it only if one of them is needed
     for with_defaults in (False, True):
         manager = harness.TaskManager(include_path=folder, include_defaults=with_defaults)
@@ -201,12 +221,34 @@ def _resolve_task_file(task: str) -> str:
     return str(path.resolve())
 
 
-def _check_task_file(path: Path) -> None:
-    """Raise for task files that the harness would accept and then fail on."""
+def _read_task_file(path: Path, including: tuple[Path, ...] = ()) -> Any:
+    """Return the content of a task file. Refuse the tag `!function`, which runs code of its folder.
+
+    The files that it includes are checked too, except those of the harness.
+    """
+    path = path.resolve()
+    if path in including or len(including) > MAX_INCLUDES:
+        raise InputError(f"the task file '{including[0]}' includes itself", code="invalid-task-file")
     try:
-        config = read_yaml(path, code="invalid-task-file", text_tags=("!function",))
+        config = read_yaml(path, code="invalid-task-file")
     except OSError as error:
         raise _task_error([str(path)], error) from error
+    included = config.get("include", []) if isinstance(config, dict) else []
+    for name in included if isinstance(included, list) else [included]:
+        if not (path.parent / str(name)).resolve().is_relative_to(_harness_folder()):
+            _read_task_file(path.parent / str(name), (*including, path))
+    return config
+
+
+def _harness_folder() -> Path:
+    import lm_eval
+
+    return Path(lm_eval.__file__).resolve().parent
+
+
+def _check_task_file(path: Path) -> None:
+    """Raise for task files that the harness would accept and then fail on."""
+    config = _read_task_file(path)
     if not isinstance(config, dict):
         raise InputError(
             f"the task file '{path}' must be a mapping with 'task' and 'dataset_path'",

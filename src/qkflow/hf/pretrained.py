@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from qkflow import files
 from qkflow.config_io import check_utf8
 from qkflow.data.readers.hf_datasets import check_hub_name, check_hub_reachable
-from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from qkflow.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, backend_errors
 from qkflow.errors import InputError, join_limited, unknown
 from qkflow.hf.adapter_io import PICKLE_SUFFIXES, load_adapter
 from qkflow.hf.convert import from_transformers, to_llama, to_transformers
@@ -176,7 +176,7 @@ def load_transformers(
     """Load a model with one of the Auto classes, and its tokenizer. Pickled weights are refused."""
     check_source_exists(source)
     _check_no_pickles(Path(source))
-    _check_counts(Path(source) / "config.json")
+    _check_config(Path(source) / "config.json")
     with _silence_load_report():
         model, loading_info = _from_pretrained(
             auto_class,
@@ -190,13 +190,14 @@ def load_transformers(
     _check_loaded_weights(source, model, loading_info)
     pretrained.check_finite_weights(f"'{source}'", model.named_parameters())
     hint = "add the tokenizer.json that it was trained with"
-    tokenizer = _from_pretrained(AutoTokenizer, source, "for its tokenizer", hint)
-    try:
-        tokenizer.encode("")  # fails with values of a tokenizer_config.json that are of the wrong type
-    except Exception as error:  # transformers does not check them
-        raise InputError(
-            f"the tokenizer of '{source}' fails ({error}): {hint}", code="model-not-loadable"
-        ) from error
+    with backend_errors(f"the tokenizer of '{source}'"):
+        tokenizer = _from_pretrained(AutoTokenizer, source, "for its tokenizer", hint)
+        try:
+            tokenizer.encode("")  # fails with values of a tokenizer_config.json that are of the wrong type
+        except Exception as error:  # transformers does not check them
+            raise InputError(
+                f"the tokenizer of '{source}' fails ({error}): {hint}", code="model-not-loadable"
+            ) from error
     return model, tokenizer
 
 
@@ -251,10 +252,24 @@ def _check_no_pickles(folder: Path) -> None:
         )
 
 
-def _check_counts(path: Path) -> None:
-    """Raise for more layers or labels than any model has."""
-    config = read_json(path, code="model-not-loadable") if path.is_file() else {}
+def _check_config(path: Path) -> None:
+    """Raise for more layers or labels than any model has, and for kernels, which are code of a hub.
+
+    Raise also for an adapter of PEFT, whose base model transformers would look for on a hub.
+    """
+    if path.with_name("adapter_config.json").is_file():
+        raise InputError(
+            f"'{path.parent}' is an adapter of PEFT: merge it with merge_and_unload, and save the result",
+            code="model-not-loadable",
+        )
+    _check_values(path, read_json(path, code="model-not-loadable") if path.is_file() else {})
+
+
+def _check_values(path: Path, config: Any) -> None:
     for key, value in config.items() if isinstance(config, dict) else ():
+        _check_values(path, value)  # the configs of parts
+        if key.endswith("_implementation") and "/" in str(value):
+            raise InputError(f"{path}: '{key}' names code of a hub: remove it", code="model-not-loadable")
         most = next((most for part, most in MAX_COUNTS.items() if part in key), None)
         if most is not None and isinstance(value, int) and value > most:
             raise InputError(

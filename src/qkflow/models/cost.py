@@ -16,9 +16,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from qkflow.errors import InputError
 from qkflow.models.config import ModelConfig
 from qkflow.models.decoder import Decoder
 from qkflow.roles import parameter_roles
+from qkflow.system import total_memory
 
 
 def parameters_by_role(model: nn.Module) -> dict[str, int]:
@@ -33,6 +35,17 @@ def parameters_by_role(model: nn.Module) -> dict[str, int]:
 def build_meta_decoder(config: ModelConfig) -> Decoder:
     """Return a decoder without storage."""
     return Decoder(config, device="meta")
+
+
+def check_memory(config: ModelConfig) -> None:
+    """Raise InputError for a model whose weights alone exceed the memory, before the kernel kills it."""
+    size, available = 4 * sum(parameters_by_role(build_meta_decoder(config)).values()), total_memory()
+    if size > available:
+        raise InputError(
+            f"the weights of the model need {size / 1e9:,.0f} GB, this machine has {available / 1e9:,.0f}: "
+            "choose smaller sizes",
+            code="out-of-memory",
+        )
 
 
 def flops_per_token(model: ModelConfig | Decoder, seq_len: int, *, training: bool = True) -> float:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from qkflow.errors import printable
+
 if TYPE_CHECKING:
     from qkflow.training.loop import Trainer
 
@@ -24,4 +26,4 @@ class StderrCallback(Callback):
     """Print messages (warnings, resumes) to stderr."""
 
     def on_message(self, message: str) -> None:
-        print(f"qkflow: {message}", file=sys.stderr, flush=True)
+        print(f"qkflow: {printable(message)}", file=sys.stderr, flush=True)

@@ -81,7 +81,7 @@ class DistContext:
         """Return the shape of the device mesh: (world_size,), for hsdp (replicas, processes per replica)."""
         if self.mode != "hsdp":
             return (self.world_size,)
-        degree = shard_degree or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        degree = shard_degree or _read_count("LOCAL_WORLD_SIZE", self.world_size) or self.world_size
         if self.world_size % degree:
             raise InputError(
                 f"hsdp cannot divide {self.world_size} processes into replicas of {degree}: set "
@@ -147,16 +147,19 @@ class DistContext:
 
 def read_rank() -> tuple[int, int, int]:
     """Return WORLD_SIZE, RANK and LOCAL_RANK, which torchrun sets; 1, 0, 0 without it."""
-    numbers = []
-    for name, default in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        text = os.environ.get(name) or default
-        if not re.fullmatch("[0-9]{1,6}", text):
-            raise _bad_rank(f"{name} is '{text}'")
-        numbers.append(int(text))
-    world_size, rank, local_rank = numbers
+    world_size, rank, local_rank = (
+        _read_count(name, default) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+    )
     if world_size < 1 or (world_size > 1 and not (rank < world_size and local_rank < world_size)):
         raise _bad_rank(f"RANK {rank} and LOCAL_RANK {local_rank} do not fit WORLD_SIZE {world_size}")
     return world_size, rank, local_rank
+
+
+def _read_count(name: str, default: int) -> int:
+    text = os.environ.get(name) or str(default)
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise _bad_rank(f"{name} is '{text}'")
+    return int(text)
 
 
 def _bad_rank(problem: str) -> InputError:

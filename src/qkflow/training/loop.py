@@ -20,7 +20,7 @@ from qkflow.files import DiskFullError
 from qkflow.measures.circuits import CircuitTracker
 from qkflow.measures.language import EvalResult, evaluate_loss
 from qkflow.models import Decoder
-from qkflow.models.cost import flops_per_token, parameters_by_role
+from qkflow.models.cost import check_memory, flops_per_token, parameters_by_role
 from qkflow.system import has_bfloat16_instructions
 from qkflow.training.callbacks import Callback
 from qkflow.training.checkpoint import (
@@ -133,6 +133,7 @@ class Trainer:
         final_tokens = train.final_eval_tokens or train.eval_tokens
         self.final_eval_windows = data.eval_windows("validation", seq_len, train.batch_size, final_tokens)
         self.budget = Budget.from_config(train, seq_len)
+        check_memory(self.model_config)
         decoder = Decoder(self.model_config, seed=train.seed).to(dist_context.device)
         self.flops_per_token = flops_per_token(decoder, seq_len)
         self.parameters_by_role = parameters_by_role(decoder)

@@ -32,6 +32,7 @@ CHECKPOINTS_DIR = "checkpoints"
 MODEL_DIR = "model"
 RESULT_FILE = "result.json"
 RUN_LOCK = ".worker.lock"
+MAX_RESULT_BYTES = 1 << 20  # a study reads one per run; they have kilobytes
 
 RESULT_NUMBERS = (
     *("loss", "perplexity", "bits_per_byte", "tokens", "steps", "seconds", "step_seconds"),
@@ -46,10 +47,17 @@ EXIT_INTERRUPTED = 75  # stopped by a signal after saving a checkpoint: can be r
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """Return the content of result.json; None if it is missing or damaged."""
+    """Return the content of result.json; None if it is missing or damaged.
+
+    Raise InputError for a folder or pipe of this name: a run that was trained again could not replace it.
+    """
     try:
-        result = read_json(folder / RESULT_FILE)
-    except (FileNotFoundError, NotADirectoryError, InputError):
+        result = read_json(folder / RESULT_FILE, MAX_RESULT_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except InputError as error:
+        if error.code == "not-a-file":
+            raise
         return None
     return result if isinstance(result, dict) else None
 

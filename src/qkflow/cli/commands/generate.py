@@ -85,7 +85,7 @@ def generate(
         return
     if printer is None:
         for number, text in enumerate(texts, 1):
-            print(f"--- {number}\n{text}")
+            print(f"--- {number}\n{_to_terminal(text)}")
     else:
         printer.finish()
     console.err.print(
@@ -95,6 +95,11 @@ def generate(
 
 def _truncate_at_eos(tokens: list[int], eos_token_id: int) -> list[int]:
     return tokens[: tokens.index(eos_token_id)] if eos_token_id in tokens else tokens
+
+
+def _to_terminal(text: str) -> str:
+    """Escape control characters, which a model may generate, on a terminal. A file gets them as they are."""
+    return console.without_controls(text) if sys.stdout.isatty() else text
 
 
 class _TextStreamer:
@@ -113,7 +118,7 @@ class _TextStreamer:
             self._write(text)
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text[self._n_printed :])
+        sys.stdout.write(_to_terminal(text[self._n_printed :]))
         sys.stdout.flush()
         self._n_printed = len(text)
 

@@ -13,6 +13,8 @@ from qkflow.config_io import Range, check_utf8
 from qkflow.errors import InputError
 from qkflow.measures.attention import LayerProbe
 
+MAX_WEIGHTS = 1 << 22  # per head, of all windows: their singular values take minutes
+
 
 def probe(
     model: Annotated[Path, tyro.conf.Positional],
@@ -70,6 +72,13 @@ def probe(
         ids = torch.tensor([tokenizer.encode_with_bos(text)])
     else:
         ids = _validation_windows(model, str(data), windows, seq_len)
+    if len(ids) * ids.shape[1] ** 2 > MAX_WEIGHTS:
+        limit = int((MAX_WEIGHTS / len(ids)) ** 0.5)
+        raise InputError(
+            f"{len(ids)} x {ids.shape[1]:,} tokens have too many attention weights to measure: take a text "
+            f"or a --seq-len of at most {limit:,} tokens, or fewer --windows",
+            code="text-too-long",
+        )
     is_png = out is not None and out.suffix.lower() == ".png"
     layers = attention.probe_attention(decoder, ids.to(decoder.embedding.weight.device), keep_weights=is_png)
     if out is not None and is_png:

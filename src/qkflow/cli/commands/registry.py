@@ -227,7 +227,7 @@ def print_rows(name: str, rows: Sequence[Row], json: bool, markdown: bool) -> No
     if json:
         console.emit_json({name: rows})
     elif markdown:
-        print(markdown_table(rows))
+        print(console.without_controls(markdown_table(rows)))
     else:
         _print_table(rows)
 

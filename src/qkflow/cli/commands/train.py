@@ -9,8 +9,8 @@ import tyro
 
 from qkflow import console
 from qkflow.config_io import check_mapping
-from qkflow.errors import InputError, unknown
-from qkflow.plain_data import parse_yaml, read_yaml
+from qkflow.errors import InputError, shorten, unknown
+from qkflow.plain_data import MAX_DEPTH, parse_yaml, read_yaml
 from qkflow.training import Callback, Trainer
 from qkflow.training.config import (
     CHANGEABLE_ON_RESUME,
@@ -244,9 +244,10 @@ def _parse_assignments(texts: tuple[str, ...]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        if not equals or "." not in key:
+        if not equals or not 1 <= key.count(".") < MAX_DEPTH:
             raise InputError(
-                f"--set takes section.key=value, e.g. train.clip=0.5, not '{text}'", code="invalid-assignment"
+                f"--set takes section.key=value, e.g. train.clip=0.5, not {shorten(text)}",
+                code="invalid-assignment",
             )
         nested: Any = parse_yaml(value, f"--set {key}: '{value}'")
         for part in reversed(key.split(".")):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from qkflow.errors import unknown
 from qkflow.studies.estimate import UTILIZATION as CPU_UTILIZATION
 from qkflow.studies.estimate import matmul_flops_per_second
-from qkflow.system import process_cpu_count
+from qkflow.system import process_cpu_count, total_memory
 
 GPU_UTILIZATION = 0.4  # of the peak, an assumption: decoders of this size reach 30 to 50% when tuned
 GPU_USABLE_MEMORY = 0.9  # the rest: context, libraries and fragments
@@ -65,7 +64,7 @@ def get_device(name: str) -> Device:
 def measure_cpu() -> Device:
     """Return one core of this machine: the measured speed of an fp32 matmul, and its share of the memory."""
     speed = matmul_flops_per_second("cpu")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / process_cpu_count()
+    memory = total_memory() / process_cpu_count()
     return Device(
         THIS_MACHINE,
         "one core of this machine",
