@@ -224,6 +224,7 @@ def test_load_generator_formats(tmp_path: Path) -> None:
         ("w.json", b'[["a"]]'),
         ("w.npy", b"nothing"),
         ("w.npy", b""),
+        ("w.npy", b"PK\x03\x04 an archive, which numpy.load would open"),
     ],
 )
 def test_load_generator_raises_for_corrupt_files(tmp_path: Path, name: str, content: bytes) -> None:
