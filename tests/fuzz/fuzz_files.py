@@ -50,7 +50,9 @@ def apply_mutation(root: Path, path: str, operator: str, seed: int) -> None:
     """Damage `root/path`. An operator that does not suit the file leaves it as it is."""
     target = root / path
     if target.is_file() and not target.is_symlink():
-        with suppress(ValueError, KeyError, TypeError, AttributeError, struct.error, yaml.YAMLError):
+        with suppress(
+            *(ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error, yaml.YAMLError)
+        ):
             OPERATORS[operator](target, random.Random(seed))
             if seed % 2:
                 _seal(target)
