@@ -26,6 +26,18 @@ def test_the_longest_name_is_written(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == "text"
 
 
+@pytest.mark.parametrize("folder", ["/", ".", "sub"])
+def test_a_folder_is_not_written_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        files.write_atomic(folder, "text")
+    assert error.value.filename == folder
+    assert list(tmp_path.iterdir()) == [tmp_path / "sub"]
+
+
 def test_staging_folder_replaces_the_final_folder_as_a_whole(tmp_path: Path) -> None:
     final = tmp_path / "new" / "folder"
     for text in ("first", "second"):

@@ -33,6 +33,8 @@ def is_disk_full(error: BaseException) -> bool:
 def atomic_open(path: str | Path) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` only if the block ends without an error."""
     path = Path(path)
+    if path.is_dir():  # the root of a file system has no name
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # of a name that is as long as names may be only the start
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}.part")
