@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from figures import dynamics, findings, scaling
+from figures import budgets, dynamics, findings, scaling
 
 IMAGES = Path(__file__).with_name("images")
-FIGURES = {"findings.svg": findings.render, "dynamics.svg": dynamics.render, "scaling.svg": scaling.render}
+FIGURES = {
+    "findings.svg": findings.render,
+    "dynamics.svg": dynamics.render,
+    "budgets.svg": budgets.render,
+    "scaling.svg": scaling.render,
+}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,9 @@ from qkflow.papers.claims import (
     judged_difference,
 )
 from qkflow.papers.coupled_dynamics import claims as arms
+from qkflow.papers.coupled_dynamics.corpora import EULER_CHANGE, mean_changes
 from qkflow.papers.faster_qk.claims import read_change
-from qkflow.papers.findings import SHARPER, main_findings
+from qkflow.papers.findings import main_findings
 from qkflow.papers.ledger import CLAIMS_BY_DIAL
 from qkflow.studies import compare, save_record
 from qkflow.studies.design import Verdict
@@ -117,6 +119,9 @@ def test_ledger_of_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
                 assert finding["seeds"] is None or finding["seeds"] >= MIN_SEEDS, entry["id"]
 
 
+PACE_MEASURES = ("mass", "confidence", "comprehensiveness", "performance")
+
+
 def test_titles_of_the_findings_hold() -> None:
     """The titles are fixed text: the verdicts behind them must agree."""
     results = Results()
@@ -130,6 +135,11 @@ def test_titles_of_the_findings_hold() -> None:
     assert verdict(arms.EULER) in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
     assert judged_difference(slow, f"slow{arms.MUON}@modern")[1] != Verdict.HELPS
     assert verdict(arms.DIFFERENTIAL) == Verdict.HELPS
+    for budget, expected in (("250k", Verdict.HURTS), ("4M", Verdict.HELPS)):
+        comparison = results.comparison(f"tokens-{budget}")
+        assert judged_difference(comparison, arms.FIXED_DIFFERENTIAL)[1] == expected
+        assert judged_difference(comparison, arms.EULER)[1] != Verdict.HELPS
+    assert min(mean_changes(results, EULER_CHANGE).values()) > math.log(0.99)
     assert verdict(arms.SOFTMAX_NORM) == Verdict.HURTS
     assert Verdict.HELPS not in map(verdict, (arms.EULER, arms.AFFINE, arms.SYMMETRIC))
     pair = partial(compare_arms, results.comparison(arms.STUDY))
@@ -137,10 +147,17 @@ def test_titles_of_the_findings_hold() -> None:
     assert pair(arms.WEAK_SYMMETRIC, arms.WEAK_DRIFT)[1] == Verdict.HELPS
     assert pair(arms.WEAK_EULER, arms.WEAK_DRIFT)[1] in (Verdict.UNDECIDED, Verdict.EQUIVALENT)
     hatexplain = results.output("pace-hatexplain")
-    pace = {name: read_change(hatexplain, name, "10") for name in SHARPER}
+    pace = {name: read_change(hatexplain, name, "10") for name in PACE_MEASURES}
     assert pace.pop("performance").is_within(0.02)
     assert read_change(hatexplain, "performance", "30").verdict == "lowers"
     assert {change.verdict for change in pace.values()} == {"raises"}
+    squad, agreement = (
+        {name: read_change(results.output(f"pace-{task}"), name, "10").verdict for name in PACE_MEASURES}
+        for task in ("squad", "agreement")
+    )
+    assert squad["performance"] == squad["comprehensiveness"] == "lowers"
+    assert "raises" not in squad.values()
+    assert set(agreement.values()) == {"no evidence"}
     for finding in main_findings(results):
         assert re.search(r"\([+−][\d.]+…[+−][\d.]+; [a-z ]+\)", finding.text), finding.text
 

@@ -339,11 +339,11 @@ def seed_design(comparison: Comparison) -> SeedDesign:
     return SeedDesign.fixed(config.confidence, config.margin_nats)
 
 
-def describe_scale(comparison: Comparison) -> str:
-    """Return corpus, model size and tokens of a comparison in a few words."""
+def describe_scale(comparison: Comparison, *, tokens: bool = True) -> str:
+    """Return corpus, model size and, unless the text has them, tokens of a comparison in a few words."""
     config = comparison.summary.config
-    tokens = f"{config.tokens / 1e6:g}M" if config.tokens else f"{config.minutes:g} min"
-    return f"{Path(config.data).name}, {config.preset}, {tokens} tokens"
+    budget = f"{config.tokens / 1e6:g}M tokens" if config.tokens else f"{config.minutes:g} min"
+    return ", ".join([Path(config.data).name, config.preset, *([budget] if tokens else [])])
 
 
 def _supports(verdict: Verdict, expects: Verdict) -> bool | None:

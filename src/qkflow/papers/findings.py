@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from qkflow.papers.claims import Results, compare_arms, describe_scale, find_arm, judged_difference
 from qkflow.papers.coupled_dynamics.claims import (
     AFFINE,
-    AFFINE_DIFFERENTIAL,
     DIFFERENTIAL,
     EULER,
-    MUON,
+    FIXED_DIFFERENTIAL,
     REFERENCE,
-    SOFTMAX_NORM,
-    SYMMETRIC,
     WEAK_DRIFT,
     WEAK_EULER,
     WEAK_REFERENCE,
     WEAK_SYMMETRIC,
 )
+from qkflow.papers.coupled_dynamics.corpora import EULER_CHANGE, mean_changes
 from qkflow.papers.faster_qk.claims import read_change
+from qkflow.report.document import format_count
 from qkflow.report.tables import format_change
 from qkflow.studies import Comparison
 from qkflow.studies.blocked import BlockedDifference
 from qkflow.studies.design import Verdict
-from qkflow.studies.stats import PairedDifference
+from qkflow.studies.sentences import format_percent
+from qkflow.studies.stats import PairedDifference, perplexity_percent_change
 
-SHARPER = ("mass", "confidence", "comprehensiveness", "performance")
+PACE_MEASURES = ("mass", "performance")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class MainFinding:
 
 def main_findings(results: Results) -> list[MainFinding]:
     """Return the findings of the README, in order of importance."""
-    study, slow = results.comparison("ingredients"), results.comparison("fast-slow")
-    pace = results.output("pace-hatexplain")
+    study = results.comparison("ingredients")
+    short, longest = results.comparison("tokens-250k"), results.comparison("tokens-4M")
+    pace, squad = results.output("pace-hatexplain"), results.output("pace-squad")
     return [
         MainFinding(
             "Dynamics, init or weak baseline? A weak baseline.",
@@ -50,25 +51,41 @@ def main_findings(results: Results) -> list[MainFinding]:
             f"{_change(study, EULER)} ({describe_scale(study)}, {_seeds(study, EULER)}).",
         ),
         MainFinding(
-            "On the best baseline differential attention pays; no coupling of softmax attention does.",
-            f"There `differential` changes perplexity by {_change(study, DIFFERENTIAL)}, its norm without "
-            f"its difference by {_change(study, SOFTMAX_NORM)}, the couplings `euler` by "
-            f"{_change(study, EULER)} and `affine` by {_change(study, AFFINE)}, a symmetric init by "
-            f"{_change(study, SYMMETRIC)} ({describe_scale(study)}, {_seeds(study, DIFFERENTIAL)}), a "
-            f"slow path by {_change(slow, f'slow{MUON}@modern')} ({describe_scale(slow)}); `affine` on top "
-            f"of `differential` adds {_pair(study, AFFINE_DIFFERENTIAL, DIFFERENTIAL)}, tested alone.",
+            "On the best baseline differential attention pays, given a million tokens; no coupling of "
+            "softmax attention gains a percent.",
+            f"There `differential` changes perplexity by {_change(short, FIXED_DIFFERENTIAL)} with "
+            f"{_tokens(short)} tokens, {_change(study, DIFFERENTIAL)} with {_tokens(study)} and "
+            f"{_change(longest, FIXED_DIFFERENTIAL)} with {_tokens(longest)}; `euler` changes it by "
+            f"{_change(study, EULER)} with {_tokens(study)} and {_change(longest, EULER)} with "
+            f"{_tokens(longest)}, `affine` by {_change(study, AFFINE)} with {_tokens(study)} "
+            f"({describe_scale(study, tokens=False)}, {_seeds(study, EULER)}, {_tokens(longest)}: "
+            f"{_seeds(longest, EULER)}), and `euler` by {_range(mean_changes(results, EULER_CHANGE))} "
+            f"with {_tokens(results.comparison('tokens-500k'))}.",
         ),
         MainFinding(
-            "A faster query-key circuit sharpens attention; too fast costs accuracy.",
+            "A faster query-key circuit sharpens attention on one of three tasks; too fast costs accuracy.",
             "On HateXplain, with r = 10 and nothing else changed: "
-            + "; ".join(str(read_change(pace, name, "10")) for name in SHARPER)
-            + f"; with r = 30, as published: {read_change(pace, 'performance', '30')}.",
+            + "; ".join(str(read_change(pace, name, "10")) for name in PACE_MEASURES)
+            + f"; with r = 30, as published: {read_change(pace, 'performance', '30')}; on SQuAD, from a "
+            "pretrained model, with r = 10: "
+            + "; ".join(str(read_change(squad, name, "10")) for name in PACE_MEASURES)
+            + "; on subject-verb agreement nothing is decided.",
         ),
     ]
 
 
 def _seeds(comparison: Comparison, name: str) -> str:
     return f"{len(find_arm(comparison, name).seeds)} seeds"
+
+
+def _range(changes: dict[str, float]) -> str:
+    """Return the smallest and the largest change over corpora: `−0.8% to +0.1% on 6 corpora`."""
+    low, high = (format_percent(perplexity_percent_change(bound(changes.values()))) for bound in (min, max))
+    return f"{low} to {high} on {len(changes)} corpora"
+
+
+def _tokens(comparison: Comparison) -> str:
+    return format_count(comparison.summary.config.tokens or 0)
 
 
 def _change(comparison: Comparison, name: str, against: str | None = None) -> str:

@@ -31,9 +31,10 @@ DIFFERENTIAL, AFFINE_DIFFERENTIAL, DIFFERENTIAL_V2, SOFTMAX_NORM = (
     for name in ("differential", "affine+differential", "differential_v2", "softmax_norm")
 )
 SYMMETRIC, AFFINE_SYMMETRIC = (f"{name}{MUON}@modern+symmetric_score=1" for name in ("standard", "affine"))
-# Stored studies of other corpora: the same arms at fewer tokens, with the learning rates of WikiText-2.
+# Stored studies of other corpora and budgets: the same arms, with the learning rates of WikiText-2.
 CORPORA = {"biomedical": "biomedical sentences", "web": "web text"}
-CORPUS_WEAK_EULER = "euler{train.lr=0.006}@fan_in"
+FIXED_EULER, FIXED_SYMMETRIC = "euler{train.lr=0.006}@fan_in", f"{WEAK_REFERENCE}+symmetric=1"
+FIXED_DIFFERENTIAL = "differential{train.lr=0.006,train.optimizer=muon}@modern"
 # Stored study of the symmetric init and of shorter steps, from fan_in with one rate.
 CONTROLS_STUDY = "symmetric-controls"
 SEVEN_SHORT_STEPS = "euler:n=7:step=0.0143{train.lr=0.006}@fan_in"
@@ -123,7 +124,7 @@ def _corpus_evidence() -> Iterator[Judged]:
     """Yield the verdicts on euler that the claim predicts: helps on biomedical text, hurts on web text."""
     for (corpus, name), expects in zip(CORPORA.items(), (Verdict.HELPS, Verdict.HURTS), strict=True):
         study, label = f"corpus-{corpus}", f"{name}, euler against standard"
-        yield Judged(study, CORPUS_WEAK_EULER, expects, f"{label}, fan_in, AdamW", WEAK_REFERENCE)
+        yield Judged(study, FIXED_EULER, expects, f"{label}, fan_in, AdamW", WEAK_REFERENCE)
         yield Judged(study, EULER, expects, f"{label}, modern, Muon")
 
 
@@ -159,7 +160,7 @@ CLAIMS = (
             Paired(
                 CONTROLS_STUDY,
                 SEVEN_SHORT_STEPS,
-                CORPUS_WEAK_EULER,
+                FIXED_EULER,
                 Verdict.EQUIVALENT,
                 "euler, 7 steps of a seventh of the size against 1, fan_in, AdamW",
             ),
@@ -197,7 +198,12 @@ CLAIMS = (
         PAPER,
         "The gain shrinks at 350M parameters, where differential attention is ahead",
         "−1.0% (19.35); differential 18.93",
-        (Judged(STUDY, DIFFERENTIAL, Verdict.HELPS, "differential against standard, modern, Muon"),),
+        (
+            Judged(STUDY, DIFFERENTIAL, Verdict.HELPS, "differential against standard, modern, Muon"),
+            Judged(
+                "tokens-4M", FIXED_DIFFERENTIAL, Verdict.HELPS, "differential against standard, modern, Muon"
+            ),
+        ),
         to_settle=StudyCost("coupling-350m"),
     ),
     Claim(

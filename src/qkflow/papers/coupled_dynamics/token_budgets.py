@@ -20,9 +20,11 @@ from scipy.optimize import minimize_scalar
 
 from qkflow.papers.claims import Results, compare_arms
 from qkflow.papers.coupled_dynamics.claims import (
-    CORPUS_WEAK_EULER,
     DIFFERENTIAL,
     EULER,
+    FIXED_DIFFERENTIAL,
+    FIXED_EULER,
+    FIXED_SYMMETRIC,
     REFERENCE,
     STUDY,
     WEAK_EULER,
@@ -51,14 +53,10 @@ class Gain:
 
 WEAK = (WEAK_REFERENCE,)
 GAINS = (
-    Gain("euler, fan_in, AdamW", (WEAK_EULER, CORPUS_WEAK_EULER), WEAK),
-    Gain("symmetric init, fan_in, AdamW", (WEAK_SYMMETRIC, f"{WEAK_REFERENCE}+symmetric=1"), WEAK),
+    Gain("euler, fan_in, AdamW", (WEAK_EULER, FIXED_EULER), WEAK),
+    Gain("symmetric init, fan_in, AdamW", (WEAK_SYMMETRIC, FIXED_SYMMETRIC), WEAK),
     Gain("euler, modern, Muon", (EULER,), (REFERENCE,)),
-    Gain(
-        "differential, modern, Muon",
-        (DIFFERENTIAL, "differential{train.lr=0.006,train.optimizer=muon}@modern"),
-        (REFERENCE,),
-    ),
+    Gain("differential, modern, Muon", (DIFFERENTIAL, FIXED_DIFFERENTIAL), (REFERENCE,)),
     Gain("modern and Muon instead of fan_in and AdamW", (REFERENCE,), WEAK),
 )
 

@@ -21,6 +21,7 @@ EQUAL_PERFORMANCE = 0.02  # test performance within two points counts as equal
 SYNTHETIC, FLOW = "qkflow pace synthetic", "qkflow pace flow"
 TASK_SCALE = "controlled task, one head"
 SHARE_TOLERANCE = 5.0  # points of the heatmap: larger than the spread over seeds
+READER = "four layers, pretrained on cloze questions"  # the model of the stored SQuAD study
 LOW_ATTENTION = 0.3  # attention on the distinct tokens at a loss of 1e-4
 
 
@@ -63,7 +64,9 @@ def _measure(output: Any, name: str, ratio: str) -> Any:
     return next(row for row in output["rows"] if row["ratio"] == ratio)["measures"][name]
 
 
-def _study(task: str, measures: tuple[str, ...], expects: str, ratio: str = "10") -> Output:
+def _study(
+    task: str, measures: tuple[str, ...], expects: str, ratio: str = "10", model: str = "one layer"
+) -> Output:
     """Return what a ratio of a pace study did to some measures."""
 
     def changes(output: Any) -> list[Change]:
@@ -80,7 +83,7 @@ def _study(task: str, measures: tuple[str, ...], expects: str, ratio: str = "10"
             return True if all(change.is_within(EQUAL_PERFORMANCE) for change in changes(output)) else None
         return True if verdicts == {"raises"} else None
 
-    return Output(f"pace-{task}", None, f"{task}, one layer", text, supports, seeds=5)
+    return Output(f"pace-{task}", None, f"{task}, {model}", text, supports, seeds=5)
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,11 @@ CLAIMS = (
         PAPER,
         "A larger r gives a larger scale of the query-key circuit",
         "larger QK scale",
-        (_study("agreement", ("qk_scale",), "raises"), _study("hatexplain", ("qk_scale",), "raises")),
+        (
+            _study("agreement", ("qk_scale",), "raises"),
+            _study("hatexplain", ("qk_scale",), "raises"),
+            _study("squad", ("qk_scale",), "raises", model=READER),
+        ),
     ),
     Claim(
         "pace-performance",
@@ -216,9 +223,10 @@ CLAIMS = (
             _study("agreement", ("performance",), "no change"),
             _study("hatexplain", ("performance",), "no change"),
             _study("hatexplain", ("performance",), "no change", ratio="30"),
+            _study("squad", ("performance",), "no change", model=READER),
             _first_look("standard+pace=4@modern", "language modeling, r = 4 against 1, modern, AdamW"),
         ),
-        to_settle="SQuAD needs a model that answers: pretraining on text and word vectors come first",
+        to_settle=StudyCost("squad-single-knob"),
     ),
     Claim(
         "pace-faithfulness",
@@ -230,6 +238,7 @@ CLAIMS = (
             _study("agreement", ("confidence", "comprehensiveness"), "raises"),
             _study("hatexplain", ("confidence", "comprehensiveness"), "raises"),
             _study("hatexplain", ("confidence", "comprehensiveness"), "raises", ratio="30"),
+            _study("squad", ("confidence", "comprehensiveness"), "raises", model=READER),
         ),
         to_settle=StudyCost("agreement-single-knob", "hatexplain-single-knob", "squad-single-knob"),
     ),
