@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from qkflow.errors import InputError
+from qkflow.errors import InputError, unknown
 
 
 def test_error_line_round_trip() -> None:
@@ -12,3 +12,9 @@ def test_error_line_round_trip() -> None:
 
 def test_error_line_of_any_other_text_is_the_message() -> None:
     assert str(InputError.from_line("Killed")) == "Killed"
+
+
+def test_unknown_value_that_is_no_text() -> None:
+    error = unknown("preset", None, ("tiny", "small"))
+    assert str(error).startswith("unknown preset 'None'")
+    assert error.code == "unknown-preset"

@@ -49,18 +49,20 @@ def shorten(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def unknown(kind: str, name: str, known: Iterable[str], *, code: str | None = None) -> InputError:
+def unknown(kind: str, name: object, known: Iterable[str], *, code: str | None = None) -> InputError:
     """Return the error for an unknown name, with the closest known name as a suggestion.
+
+    The name is what a file has in its place, so it may be no text.
 
     The default code comes from the noun of `kind`: "option of coupling 'drift'" gives `unknown-option`.
     """
-    options, name = sorted(known), printable(name, 200)
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    options, text = sorted(known), printable(str(name), 200)
+    near = difflib.get_close_matches(text, options, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     noun = re.split(r" of | in | to |'", kind)[0].strip()
     slug = re.sub(r"[^a-z0-9]+", "-", noun.lower()).strip("-")
     return InputError(
-        f"unknown {kind} '{name}': {hint}known: {', '.join(options)}", code=code or f"unknown-{slug}"
+        f"unknown {kind} '{text}': {hint}known: {', '.join(options)}", code=code or f"unknown-{slug}"
     )
 
 
