@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from browser import chromium  # noqa: F401 - a fixture: one per process, Playwri
 from words import WORDS
 
 torch.set_num_threads(1)  # test processes run in parallel
+if hasattr(signal, "SIGHUP"):  # ignored under nohup, which qkflow respects; tests send it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
