@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -175,3 +177,20 @@ def test_claims_of_one_dial(capsys: pytest.CaptureFixture[str]) -> None:
 def test_results_folder_of_the_user(tmp_path: Path) -> None:
     with raises_code("result-not-found"):
         dispatch(["claims", "--results", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options"),
+    [
+        ("pace-agreement", {"baseline": "1", "rows": []}, []),
+        ("pace-squad", {"baseline": "1", "rows": []}, ["--findings"]),
+        ("corpus-stats", {"corpora": {"web": {}}}, ["--table", "corpora"]),
+    ],
+)
+def test_damaged_results_of_the_user(
+    tmp_path: Path, name: str, content: dict[str, Any], options: list[str]
+) -> None:
+    folder = shutil.copytree(Results().folder, tmp_path / "results")
+    (folder / f"{name}.json").write_text(json.dumps(content))
+    with raises_code("corrupt-result"):
+        dispatch(["claims", "--results", str(folder), *options])

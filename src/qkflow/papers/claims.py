@@ -7,7 +7,8 @@ ones. Verdicts on differences are those of `qkflow.studies`, computed again from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -240,21 +241,34 @@ class LedgerRow:
         }
 
 
-def _read(item: Evidence, results: Results) -> Finding:
-    """Read an evidence. Raise InputError if results of the user's own folder do not have its layout."""
+@contextmanager
+def damaged_results(results: Results, name: str = "") -> Iterator[None]:
+    """Raise InputError if results of the user's own folder do not have their layout."""
     try:
-        return item.read(results)
+        yield
     except InputError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         if results.folder in (_PACKAGED, _REPOSITORY):
             raise
-        name = getattr(item, "name", None) or getattr(item, "record", "results")
+        source = results.folder / f"{name}.json" if name else f"a file in {results.folder}"
         raise InputError(
-            f"{results.folder / str(name)}.json is not what the command writes "
-            f"({type(error).__name__}: {shorten(str(error))})",
+            f"{source} is not what the command writes ({type(error).__name__}: {shorten(str(error))})",
             code="corrupt-result",
         ) from None
+
+
+def find_row(rows: Sequence[Any], key: str, value: Any) -> Any:
+    """Return the first row with this value of a key. Raise LookupError if there is none."""
+    for row in rows:
+        if row[key] == value:
+            return row
+    raise LookupError(f"no row with {key} = {value}")
+
+
+def _read(item: Evidence, results: Results) -> Finding:
+    with damaged_results(results, getattr(item, "name", "") or getattr(item, "record", "")):
+        return item.read(results)
 
 
 def build_ledger(claims: Sequence[Claim], results: Results | None = None) -> list[LedgerRow]:

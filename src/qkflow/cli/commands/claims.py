@@ -11,7 +11,7 @@ import tyro
 
 from qkflow import console
 from qkflow.cli.commands.registry import print_rows
-from qkflow.papers.claims import Finding, LedgerRow, Results, build_ledger
+from qkflow.papers.claims import Finding, LedgerRow, Results, build_ledger, damaged_results
 from qkflow.papers.coupled_dynamics.contrasts import contrast_rows, start_by_dynamics_rows
 from qkflow.papers.coupled_dynamics.corpora import corpus_rows, predictor_rows
 from qkflow.papers.coupled_dynamics.factorial import factorial_rows
@@ -85,10 +85,14 @@ def claims(
     """
     stored = Results(results)
     if findings:
-        _print_findings(main_findings(stored), json)
+        with damaged_results(stored):
+            found = main_findings(stored)
+        _print_findings(found, json)
         return
     if table is not None:
-        print_rows(table, TABLES[table](stored), json, markdown)
+        with damaged_results(stored):
+            cells = TABLES[table](stored)
+        print_rows(table, cells, json, markdown)
         return
     ledgers = {name: build_ledger(selected, stored) for name, selected in select_claims(dial).items()}
     if json:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from qkflow.papers.claims import Results, compare_arms
+from qkflow.papers.claims import Results, compare_arms, find_arm
 from qkflow.papers.coupled_dynamics.claims import (
     DIFFERENTIAL,
     EULER,
@@ -175,4 +175,4 @@ def _find(comparison: Comparison, names: Sequence[str]) -> str | None:
 
 
 def _losses(comparison: Comparison, name: str) -> tuple[float, ...]:
-    return next(arm.loss_by_seed for arm in comparison.summary.arms if arm.variant == name)
+    return find_arm(comparison, name).loss_by_seed

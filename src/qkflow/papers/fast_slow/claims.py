@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qkflow.papers.claims import Claim, Judged, Measured, Output, Paired, find_arm
+from qkflow.papers.claims import Claim, Judged, Measured, Output, Paired, find_arm, find_row
 from qkflow.papers.costs import StudyCost
 from qkflow.studies import Comparison
 from qkflow.studies.design import Verdict
@@ -37,7 +37,7 @@ def _order(output: Any) -> str:
 
 def _dense_row(output: Any) -> Any:
     """Return the time of a training step relative to that of a dense model with the same FLOPs."""
-    return next(row for row in output["rows"] if row["against"] == "dense")
+    return find_row(output["rows"], "against", "dense")
 
 
 def _step_time(output: Any) -> str:

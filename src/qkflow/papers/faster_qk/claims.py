@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from qkflow.papers.claims import Claim, Output
+from qkflow.papers.claims import Claim, Output, find_row
 from qkflow.papers.costs import StudyCost
 from qkflow.report.tables import format_signed
 
@@ -57,11 +57,11 @@ def _increasing_text(output: Any) -> str:
 
 
 def _alpha(output: Any, ratio: float) -> float:
-    return float(next(row["alpha"] for row in output["rows"] if row["ratio"] == ratio))
+    return float(find_row(output["rows"], "ratio", ratio)["alpha"])
 
 
 def _measure(output: Any, name: str, ratio: str) -> Any:
-    return next(row for row in output["rows"] if row["ratio"] == ratio)["measures"][name]
+    return find_row(output["rows"], "ratio", ratio)["measures"][name]
 
 
 def _study(
@@ -119,7 +119,7 @@ def _first_look(variant: str, label: str) -> Output:
     """Return an arm of the first look at AdamW from `modern`: three seeds, one rate, no verdict."""
 
     def text(output: Any) -> str:
-        percent = next(arm["percent"] for arm in output["arms"] if arm["variant"] == variant)
+        percent = find_row(output["arms"], "variant", variant)["percent"]
         values = (format_signed(percent[name]) for name in ("mean", "low", "high"))
         return "{}: {}% ({}…{}), no verdict".format(label, *values)
 
