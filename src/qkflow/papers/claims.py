@@ -71,6 +71,11 @@ class Results:
             self._comparisons[name] = load_comparison(self._path(name))
         return self._comparisons[name]
 
+    @property
+    def is_own(self) -> bool:
+        """Whether these are the results of this project, not of a folder that the user names."""
+        return self.folder in (_PACKAGED, _REPOSITORY)
+
     def has(self, name: str) -> bool:
         return (self.folder / f"{name}.json").is_file()
 
@@ -81,7 +86,8 @@ class Results:
     def _path(self, name: str) -> Path:
         path = self.folder / f"{name}.json"
         if not path.is_file():
-            raise InputError(f"the stored result {path} is missing", code="result-not-found")
+            reason = ": its study has not been run yet" if self.is_own else ""
+            raise InputError(f"the stored result {path} is missing{reason}", code="result-not-found")
         return path
 
 
@@ -249,7 +255,7 @@ def damaged_results(results: Results, name: str = "") -> Iterator[None]:
     except InputError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if results.folder in (_PACKAGED, _REPOSITORY):
+        if results.is_own:
             raise
         source = results.folder / f"{name}.json" if name else f"a file in {results.folder}"
         raise InputError(
