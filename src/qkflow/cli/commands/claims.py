@@ -86,8 +86,8 @@ def claims(
     stored = Results(results)
     if findings:
         with damaged_results(stored):
-            found = main_findings(stored)
-        _print_findings(found, json)
+            sentences = main_findings(stored)
+        _print_findings(sentences, json)
         return
     if table is not None:
         with damaged_results(stored):
