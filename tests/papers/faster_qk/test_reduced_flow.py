@@ -129,3 +129,8 @@ def test_invalid_kind_and_loss_raise() -> None:
     for loss in (0.0, 3.0, math.nan):
         with raises_code("loss-out-of-range"):
             ReducedFlow().at_loss(loss)
+
+
+def test_stiff_flow_is_not_integrated_for_ever() -> None:
+    with raises_code("stiff-flow"):
+        ReducedFlow(1e23).integrate(1e-4)

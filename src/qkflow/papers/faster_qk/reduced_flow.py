@@ -31,6 +31,7 @@ it is the reference for the closed form.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ KINDS = ("FAFO", "FACO", "CAFO", "CACO")  # Factorized or Collapsed Attention (Q
 # End points printed by the authors' notebook (loss 1e-4, m=5, n=50, b=50, M=20, both circuits collapsed):
 # ratio -> (μ_OV, μ_QK, α).
 PUBLISHED_ENDPOINTS = {0.01: (81.669, 0.559, 0.149), 0.1: (42.282, 1.395, 0.287)}
+
+MAX_EVALUATIONS = 200_000  # of the equations by `integrate`: seconds
 
 _QUADRATURE_NODES, _QUADRATURE_WEIGHTS = np.polynomial.legendre.leggauss(12)
 
@@ -182,8 +185,14 @@ class ReducedFlow:
         from scipy.integrate import solve_ivp
 
         logit = self.logit_at_loss(loss)
+        evaluations = itertools.count(1)
 
         def velocity(log_time: float, state: Array) -> list[float]:
+            if next(evaluations) > MAX_EVALUATIONS:
+                raise InputError(
+                    f"the flow with ratio {self.ratio:g} is too stiff to integrate: leave --check out",
+                    code="stiff-flow",
+                )
             ov, qk = self.rates(state[0], state[1])
             return [float(ov) * math.exp(log_time), float(qk) * math.exp(log_time)]
 
