@@ -24,6 +24,7 @@ PANELS = {
     "against standard, modern, Muon": {
         "euler, modern, Muon": ORANGE,
         "differential, modern, Muon": BLUE,
+        "increasing pace, modern, Muon": GREEN,
     },
 }
 WIDTH, PANEL, HEIGHT, LEFT, TOP, GAP = 760, 300, 180, 48, 40, 76

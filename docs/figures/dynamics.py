@@ -9,7 +9,7 @@ import numpy as np
 from figures.svg import BLUE, GREEN, ORANGE, PURPLE, figure, line, polyline, text
 
 from qkflow.papers.claims import Results, find_arm
-from qkflow.papers.coupled_dynamics import claims as arms
+from qkflow.papers.coupled_dynamics import arms
 from qkflow.studies import Comparison
 
 ARMS = {

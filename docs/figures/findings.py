@@ -10,7 +10,7 @@ import numpy as np
 from figures.svg import BLUE, ORANGE, figure, line, text
 
 from qkflow.papers.claims import Results, find_arm
-from qkflow.papers.coupled_dynamics import claims as arms
+from qkflow.papers.coupled_dynamics import arms
 from qkflow.studies.stats import t_interval
 
 # heading, then label and arm of the stored comparison

@@ -19,6 +19,7 @@ import numpy as np
 from qkflow.errors import InputError, shorten
 from qkflow.papers.costs import StudyCost
 from qkflow.plain_data import read_json
+from qkflow.report.document import format_count
 from qkflow.report.tables import format_change
 from qkflow.studies import Comparison, load_comparison
 from qkflow.studies.blocked import BlockedDifference
@@ -43,20 +44,29 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One measurement. `supports`: the claim, its opposite (False), or neither (None)."""
+class Measurement:
+    """One measurement.
+
+    supports     the claim, its opposite (False), or neither (None)
+    core_hours   what the runs of the command took, where they are stored
+    """
 
     text: str
     scale: str
     seeds: int | None
     supports: bool | None
     command: str
+    core_hours: float | None = None
+
+    @property
+    def mark(self) -> str:
+        return {True: "✓", False: "✗", None: "?"}[self.supports]
 
 
 class Evidence(Protocol):
     """Something stored that bears on a claim."""
 
-    def read(self, results: Results) -> Finding: ...
+    def read(self, results: Results) -> Measurement: ...
 
 
 class Results:
@@ -105,15 +115,16 @@ class Judged:
     label: str
     against: str | None = None
 
-    def read(self, results: Results) -> Finding:
+    def read(self, results: Results) -> Measurement:
         comparison = results.comparison(self.record)
         difference, verdict = judged_difference(comparison, self.arm, self.against)
-        return Finding(
+        return Measurement(
             text=f"{self.label}: {format_change(difference)}, {verdict}",
             scale=describe_scale(comparison),
             seeds=len(find_arm(comparison, self.arm).seeds),
             supports=_supports(verdict, self.expects),
             command=comparison.summary.command,
+            core_hours=training_hours(comparison),
         )
 
 
@@ -127,15 +138,16 @@ class Paired:
     expects: Verdict
     label: str
 
-    def read(self, results: Results) -> Finding:
+    def read(self, results: Results) -> Measurement:
         comparison = results.comparison(self.record)
         difference, verdict = compare_arms(comparison, self.arm, self.against)
-        return Finding(
-            text=f"{self.label}: {format_change(difference)}, {verdict}",
+        return Measurement(
+            text=f"{self.label}: {format_change(difference)}, {verdict} (tested alone)",
             scale=describe_scale(comparison),
             seeds=difference.pairs if difference else 0,
             supports=_supports(verdict, self.expects),
             command=comparison.summary.command,
+            core_hours=training_hours(comparison),
         )
 
 
@@ -143,7 +155,7 @@ class Paired:
 class Output:
     """A statement about the stored JSON output of a command.
 
-    text, supports   functions of the output
+    text, supports   functions of the output, as are the number of `seeds` behind it and its `core_hours`
     command          that repeats it; None: as stored in the output
     """
 
@@ -152,12 +164,19 @@ class Output:
     scale: str
     text: Callable[[Any], str]
     supports: Callable[[Any], bool | None]
-    seeds: int | None = None
+    seeds: Callable[[Any], int] | None = None
+    core_hours: Callable[[Any], float] | None = None
 
-    def read(self, results: Results) -> Finding:
+    def read(self, results: Results) -> Measurement:
         output = results.output(self.name)
-        command = self.command or str(output["command"])
-        return Finding(self.text(output), self.scale, self.seeds, self.supports(output), command)
+        return Measurement(
+            text=self.text(output),
+            scale=self.scale,
+            seeds=self.seeds(output) if self.seeds else None,
+            supports=self.supports(output),
+            command=self.command or str(output["command"]),
+            core_hours=self.core_hours(output) if self.core_hours else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -170,12 +189,12 @@ class Measured:
     record: str
     measure: Callable[[Comparison], tuple[str, bool | None]]
 
-    def read(self, results: Results) -> Finding:
+    def read(self, results: Results) -> Measurement:
         comparison = results.comparison(self.record)
         text, supports = self.measure(comparison)
         seeds = comparison.summary.reference.seeds if comparison.summary.reference else ()
-        command = comparison.summary.command
-        return Finding(text, describe_scale(comparison), len(seeds), supports, command)
+        command, hours = comparison.summary.command, training_hours(comparison)
+        return Measurement(text, describe_scale(comparison), len(seeds), supports, command, hours)
 
 
 @dataclass(frozen=True)
@@ -186,9 +205,9 @@ class Computed:
     scale: str
     compute: Callable[[], tuple[str, bool]]
 
-    def read(self, results: Results) -> Finding:
+    def read(self, results: Results) -> Measurement:
         text, supports = self.compute()
-        return Finding(text, self.scale, None, supports, self.command)
+        return Measurement(text, self.scale, None, supports, self.command)
 
 
 @dataclass(frozen=True)
@@ -212,18 +231,16 @@ class LedgerRow:
     """A claim with what we found."""
 
     claim: Claim
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Measurement, ...] = field(default=())
 
     @property
     def status(self) -> Status:
         votes = {finding.supports for finding in self.findings}
-        if not self.findings:
+        if not votes:
             return Status.NOT_TESTABLE
-        if True in votes and False in votes:
+        if len(votes) > 1:
             return Status.MIXED
-        if True in votes:
-            return Status.CONSISTENT if None not in votes else Status.MIXED
-        return Status.CONTRADICTED if False in votes else Status.UNDECIDED
+        return {True: Status.CONSISTENT, False: Status.CONTRADICTED, None: Status.UNDECIDED}[votes.pop()]
 
     def to_dict(self) -> dict[str, Any]:
         claim = self.claim
@@ -240,6 +257,7 @@ class LedgerRow:
                     "seeds": finding.seeds,
                     "supports": finding.supports,
                     "command": finding.command,
+                    "core_hours": finding.core_hours,
                 }
                 for finding in self.findings
             ],
@@ -272,7 +290,7 @@ def find_row(rows: Sequence[Any], key: str, value: Any) -> Any:
     raise LookupError(f"no row with {key} = {value}")
 
 
-def _read(item: Evidence, results: Results) -> Finding:
+def _read(item: Evidence, results: Results) -> Measurement:
     with damaged_results(results, getattr(item, "name", "") or getattr(item, "record", "")):
         return item.read(results)
 
@@ -359,10 +377,15 @@ def seed_design(comparison: Comparison) -> SeedDesign:
     return SeedDesign.fixed(config.confidence, config.margin_nats)
 
 
+def training_hours(comparison: Comparison) -> float:
+    """Return the hours of all stored runs of a comparison together; each ran on one core."""
+    return sum(float((run.result or {}).get("seconds") or 0.0) for run in comparison.runs) / 3600
+
+
 def describe_scale(comparison: Comparison, *, tokens: bool = True) -> str:
     """Return corpus, model size and, unless the text has them, tokens of a comparison in a few words."""
     config = comparison.summary.config
-    budget = f"{config.tokens / 1e6:g}M tokens" if config.tokens else f"{config.minutes:g} min"
+    budget = f"{format_count(config.tokens)} tokens" if config.tokens else f"{config.minutes:g} min"
     return ", ".join([Path(config.data).name, config.preset, *([budget] if tokens else [])])
 
 

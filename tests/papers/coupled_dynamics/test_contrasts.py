@@ -9,7 +9,7 @@ import pytest
 
 from qkflow.papers.claims import Results, find_arm, judge_pairs
 from qkflow.papers.coupled_dynamics import contrasts
-from qkflow.papers.coupled_dynamics.contrasts import GROUPS, contrast_rows, start_by_dynamics_rows
+from qkflow.papers.coupled_dynamics.contrasts import GROUPS, contrast_rows, init_by_coupling_rows
 from qkflow.studies import compare, save_record
 from qkflow.studies.design import Verdict
 from toy_study import SMALL_GRID, TOY
@@ -37,7 +37,7 @@ def test_pairs_are_corrected_together(toy: Results) -> None:
 
 def test_arms_that_are_not_in_the_study_are_not_run(toy: Results) -> None:
     assert {row["verdict"] for row in contrast_rows(toy)} == {"not run"}
-    assert all(row["standard"] == "not run" for row in start_by_dynamics_rows(toy))
+    assert all(row["standard"] == "not run" for row in init_by_coupling_rows(toy))
 
 
 def test_contrasts_of_the_stored_study() -> None:

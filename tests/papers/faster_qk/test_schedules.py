@@ -44,9 +44,9 @@ def test_arms_by_ratio_and_feed_forward() -> None:
 
 def test_each_ratio_is_compared_within_its_feed_forward() -> None:
     results = SimpleNamespace(comparison=lambda name: comparison())
-    rows = {row["`train.pace`"]: list(row.values())[1:] for row in schedule_rows(results)}
-    assert rows.keys() == {"`4`", "`early:0.25`"}
-    gated, plain = rows["`4`"]
+    rows = {row["train.pace"]: list(row.values())[1:] for row in schedule_rows(results)}
+    assert rows.keys() == {"4", "early:0.25"}
+    gated, plain = rows["4"]
     assert gated.startswith("+10.5%")
     assert plain.startswith("−9.5")
-    assert rows["`early:0.25`"][1] == "–"
+    assert rows["early:0.25"][1] == "–"

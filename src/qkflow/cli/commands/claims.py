@@ -11,37 +11,49 @@ import tyro
 
 from qkflow import console
 from qkflow.cli.commands.registry import print_rows
-from qkflow.papers.claims import Finding, LedgerRow, Results, build_ledger, damaged_results
-from qkflow.papers.coupled_dynamics.contrasts import contrast_rows, start_by_dynamics_rows
+from qkflow.papers.claims import LedgerRow, Measurement, Results, build_ledger, damaged_results
+from qkflow.papers.coupled_dynamics.contrasts import contrast_rows, init_by_coupling_rows
 from qkflow.papers.coupled_dynamics.corpora import corpus_rows, predictor_rows
+from qkflow.papers.coupled_dynamics.equal_cost import equal_cost_rows
 from qkflow.papers.coupled_dynamics.factorial import factorial_rows
 from qkflow.papers.coupled_dynamics.lr_limits import lr_limit_rows
+from qkflow.papers.coupled_dynamics.step_time import step_time_rows
 from qkflow.papers.coupled_dynamics.token_budgets import token_budget_rows
+from qkflow.papers.fast_slow.gates import gate_rows
 from qkflow.papers.faster_qk.schedules import schedule_rows
-from qkflow.papers.findings import MainFinding, main_findings
+from qkflow.papers.faster_qk.tasks import task_rows
+from qkflow.papers.findings import Finding, main_findings
 from qkflow.papers.ledger import select_claims
 from qkflow.papers.open_questions import open_question_rows
 
 TableName = Literal[
     "ingredients",
-    "start-by-dynamics",
+    "init-by-coupling",
     "symmetric-factorial",
     "corpora",
     "predictors",
     "token-budgets",
+    "equal-cost",
+    "step-time",
     "lr-limits",
     "pace-schedules",
+    "pace-tasks",
+    "gates",
     "open-questions",
 ]
 TABLES: dict[TableName, Callable[[Results], list[dict[str, str]]]] = {
     "ingredients": contrast_rows,
-    "start-by-dynamics": start_by_dynamics_rows,
+    "init-by-coupling": init_by_coupling_rows,
     "symmetric-factorial": factorial_rows,
     "corpora": corpus_rows,
     "predictors": predictor_rows,
     "token-budgets": token_budget_rows,
+    "equal-cost": equal_cost_rows,
+    "step-time": step_time_rows,
     "lr-limits": lr_limit_rows,
     "pace-schedules": schedule_rows,
+    "pace-tasks": task_rows,
+    "gates": gate_rows,
     "open-questions": open_question_rows,
 }
 STATUS_STYLES = {"consistent": "green", "contradicted": "red", "mixed": "yellow"}
@@ -73,12 +85,15 @@ def claims(
         dial: coupling, timescale or pace (default: all).
         findings: print the main findings instead, one sentence each.
         table: print a table of the stored studies instead. ingredients: which part of a coupling does the
-            work; start-by-dynamics: a symmetric init and a coupling that starts as the identity;
-            symmetric-factorial: the gain of a symmetric init by the other parts of the init; corpora: gains
-            by corpus beside measures of the text; predictors: correlations of these measures with the gain;
-            token-budgets: gains by tokens of training, and which hypothesis predicts the largest; lr-limits:
-            the largest learning rate that trains; pace-schedules: ratios of the learning rates in language
-            modeling; open-questions: what is not settled, the recipe that would settle it, and its cost.
+            work; init-by-coupling: a symmetric init and a coupling that starts as the identity;
+            symmetric-factorial: the gain of a symmetric init by the other parts of the init; corpora:
+            gains by corpus beside measures of the text; predictors: correlations of these measures with
+            the gain; token-budgets: gains by tokens of training, and which hypothesis predicts the
+            largest; equal-cost: differential scoring after equal tokens and FLOPs; step-time: what
+            couplings cost in a training step; lr-limits: the largest learning rate that trains; pace-
+            schedules: ratios of the learning rates in language modeling; pace-tasks: ratios on labeled
+            tasks; gates: the gate of the slow path, and what it gains; open-questions: what is not
+            settled, the recipe that would settle it, and its cost.
         results: folder with stored results (default: those of this version).
         markdown: print Markdown, as in docs/claims.md.
         json: print one JSON object.
@@ -106,7 +121,7 @@ def claims(
             _print(name, rows)
 
 
-def _print_findings(findings: list[MainFinding], json: bool) -> None:
+def _print_findings(findings: list[Finding], json: bool) -> None:
     if json:
         console.emit_json({"findings": [asdict(finding) for finding in findings]})
         return
@@ -128,20 +143,18 @@ def _print(name: str, rows: list[LedgerRow]) -> None:
             console.out.print(f"  to settle: {row.claim.to_settle}", markup=False, highlight=False)
 
 
-def _finding(finding: Finding, suffix: str = "") -> str:
+def _finding(finding: Measurement, suffix: str = "") -> str:
     # parentheses: brackets would be a link in Markdown
     seeds = f", {finding.seeds} seeds" if finding.seeds else ""
-    return f"{finding.text} ({finding.scale}{seeds}{suffix})"
+    return f"{finding.mark} {finding.text} ({finding.scale}{seeds}{suffix})"
 
 
 def _markdown(rows: list[LedgerRow]) -> str:
     """Return one table row per claim, and the commands below."""
     lines = ["| claim | published | ours | status |", "|---|---|---|---|"]
-    commands: list[str] = []
+    hours_by_command = {finding.command: finding.core_hours for row in rows for finding in row.findings}
+    commands = list(hours_by_command)
     for row in rows:
-        for finding in row.findings:
-            if finding.command not in commands:
-                commands.append(finding.command)
         ours = "<br>".join(
             _finding(finding, f"; command {commands.index(finding.command) + 1}") for finding in row.findings
         )
@@ -150,5 +163,6 @@ def _markdown(rows: list[LedgerRow]) -> str:
         cells = (row.claim.text, row.claim.published, ours, f"**{row.status}**")
         lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     lines += ["", "Commands:", ""]
-    lines += [f"{index}. `{command}`" for index, command in enumerate(commands, start=1)]
+    for index, (command, hours) in enumerate(hours_by_command.items(), start=1):
+        lines.append(f"{index}. `{command}`" + (f" ({hours:.1f} core hours)" if hours else ""))
     return "\n".join([*lines, ""])

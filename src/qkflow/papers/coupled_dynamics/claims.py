@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from scipy.stats import f as f_distribution
 
-from qkflow.papers.claims import Claim, Computed, Judged, Measured, Paired, find_arm
+from qkflow.papers.claims import Claim, Computed, Judged, Measured, Output, Paired, find_arm
 from qkflow.papers.costs import StudyCost
+from qkflow.papers.coupled_dynamics.arms import (
+    AFFINE_DIFFERENTIAL,
+    CONTROLS_STUDY,
+    DIFFERENTIAL,
+    EULER,
+    FIXED_DIFFERENTIAL,
+    FIXED_EULER,
+    LEAPFROG,
+    REFERENCE,
+    SEVEN_SHORT_STEPS,
+    SEVEN_STEPS,
+    STUDY,
+    UNCOUPLED,
+    WEAK_EULER,
+    WEAK_REFERENCE,
+)
 from qkflow.papers.coupled_dynamics.lr_limits import RECORD as LR_LIMITS
 from qkflow.papers.coupled_dynamics.lr_limits import read_limits
+from qkflow.papers.coupled_dynamics.step_time import COMMAND, find_time, format_ratio
+from qkflow.papers.coupled_dynamics.step_time import RECORD as STEP_TIME
+from qkflow.papers.coupled_dynamics.token_budgets import EULER_GAIN, WEAK_EULER_GAIN, TokenFactor
 from qkflow.studies import Comparison
 from qkflow.studies.design import Verdict
-from qkflow.studies.stats import first_crossing, mean_curve
 
 PAPER = "Gahtan & Bronstein, arXiv 2604.01683"
-STUDY = "ingredients"
-# Arms of the stored study. Muon and `modern` are the best baseline, AdamW and `fan_in` a weak one.
-MUON = "{train.lr=0.012,train.optimizer=muon}"
-REFERENCE, EULER = f"standard{MUON}", f"euler{MUON}@modern"
-WEAK_REFERENCE, WEAK_EULER = "standard{train.lr=0.006}@fan_in", "euler@fan_in"
-WEAK_SYMMETRIC = "symmetric@fan_in"
-ADAMW_MODERN = "standard{train.lr=0.003}@modern"
-WEAK_DRIFT, WEAK_AFFINE = "drift@fan_in", "affine@fan_in"
-LEAPFROG, SEVEN_STEPS, UNCOUPLED = "leapfrog@fan_in", "euler:n=7@fan_in", "uncoupled@fan_in"
-AFFINE = f"affine{MUON}@modern"
-DIFFERENTIAL, AFFINE_DIFFERENTIAL, DIFFERENTIAL_V2, SOFTMAX_NORM = (
-    f"{name}{{train.optimizer=muon}}@modern"
-    for name in ("differential", "affine+differential", "differential_v2", "softmax_norm")
-)
-SYMMETRIC, AFFINE_SYMMETRIC = (f"{name}{MUON}@modern+symmetric_score=1" for name in ("standard", "affine"))
-# Stored studies of other corpora and budgets: the same arms, with the learning rates of WikiText-2.
 CORPORA = {"biomedical": "biomedical sentences", "web": "web text"}
-FIXED_EULER, FIXED_SYMMETRIC = "euler{train.lr=0.006}@fan_in", f"{WEAK_REFERENCE}+symmetric=1"
-FIXED_DIFFERENTIAL = "differential{train.lr=0.006,train.optimizer=muon}@modern"
-# Stored study of the symmetric init and of shorter steps, from fan_in with one rate.
-CONTROLS_STUDY = "symmetric-controls"
-SEVEN_SHORT_STEPS = "euler:n=7:step=0.0143{train.lr=0.006}@fan_in"
 PUBLISHED_TOKEN_RATIO = 2.4
 PUBLISHED_PARAMETERS = 0.0011  # of the 60M model
 ROUNDING = 0.5e-4  # of the published share
@@ -54,23 +52,21 @@ def _extra_parameters() -> tuple[str, bool]:
         for name in ("none", "euler:bias=false")
     ]
     share = (sizes[1] - sizes[0]) / sizes[0]
-    return f"{sizes[1] - sizes[0]:,} of {sizes[0]:,}: +{share:.2%}", abs(
-        share - PUBLISHED_PARAMETERS
-    ) < ROUNDING
+    text = (
+        f"{sizes[1] - sizes[0]:,} of {sizes[0]:,}: +{share:.2%}, with the hidden size fitted to that figure"
+    )
+    return text, abs(share - PUBLISHED_PARAMETERS) < ROUNDING
 
 
-def _tokens_to_target(comparison: Comparison) -> tuple[str, bool | None]:
-    """Tokens that euler needs for the final loss of standard attention, both from fan_in."""
-    curves = [
-        mean_curve([run.curve() for run in comparison.runs_of(find_arm(comparison, name).cell)])
-        for name in (WEAK_REFERENCE, WEAK_EULER)
-    ]
-    _, budget, _, target = curves[0][-1]
-    reached = first_crossing([row[1] for row in curves[1]], [row[3] for row in curves[1]], target)
-    if reached is None:
-        return "euler from fan_in does not reach the final loss of standard attention", False
-    ratio = budget / reached
-    return f"{ratio:.2f}× fewer tokens, both from fan_in", ratio >= PUBLISHED_TOKEN_RATIO
+def _coupled_time(output: Any) -> Any:
+    return find_time(output, "euler", 1)
+
+
+def _step_time(output: Any) -> str:
+    """Time of the exact low-rank form, beside the textbook form of as many steps."""
+    seven, textbook = (format_ratio(find_time(output, name, 7)) for name in ("leapfrog", "textbook leapfrog"))
+    euler = format_ratio(_coupled_time(output))
+    return f"euler {euler}; leapfrog with 7 steps {seven}, its textbook form {textbook}"
 
 
 def _seed_variance(comparison: Comparison) -> tuple[str, bool | None]:
@@ -88,23 +84,23 @@ def _seed_variance(comparison: Comparison) -> tuple[str, bool | None]:
 
 
 def _stability(comparison: Comparison) -> tuple[str, bool | None]:
-    """Loss spikes and gradient tails of euler beside standard attention with the same init and optimizer."""
+    """Runs with loss spikes, of euler beside standard attention with the same init and optimizer."""
     texts, better, worse = [], 0, 0
-    pairs = {"AdamW from fan_in": (WEAK_EULER, WEAK_REFERENCE), "Muon from modern": (EULER, REFERENCE)}
+    pairs = {"AdamW, fan_in": (WEAK_EULER, WEAK_REFERENCE), "Muon, modern": (EULER, REFERENCE)}
     for name, arms in pairs.items():
-        tails, spikes = [], []
-        for arm in arms:
-            runs = comparison.runs_of(find_arm(comparison, arm).cell)
-            stability = [each for run in runs if (each := run.stability())]
-            tails.append(sum(each.grad_norm_tail for each in stability) / len(stability))
-            spikes.append(sum(each.spikes > 0 for each in stability))
-        texts.append(
-            f"{name}: runs with loss spikes {spikes[0]} against {spikes[1]}, gradient tail {tails[0]:.1f}× "
-            f"against {tails[1]:.1f}×"
+        euler, standard = (
+            sum(
+                each.spikes > 0
+                for run in comparison.runs_of(find_arm(comparison, arm).cell)
+                if (each := run.stability())
+            )
+            for arm in arms
         )
-        better += spikes[0] < spikes[1]
-        worse += spikes[0] > spikes[1]
-    return "; ".join(texts), None if better == worse else better > worse
+        texts.append(f"{name} {euler} against {standard}")
+        better += euler < standard
+        worse += euler > standard
+    text = "runs with loss spikes, euler against standard: " + "; ".join(texts)
+    return text, None if better == worse else better > worse
 
 
 def _largest_rates(comparison: Comparison) -> tuple[str, bool | None]:
@@ -112,12 +108,23 @@ def _largest_rates(comparison: Comparison) -> tuple[str, bool | None]:
     limits = {limit.model: limit for limit in read_limits(comparison)}
     texts, better, worse = [], 0, 0
     for name, suffix in {"AdamW, fan_in": "@fan_in", "Muon, modern": "{train.optimizer=muon}@modern"}.items():
-        euler, standard = (limits[f"{model}{suffix}"].largest.lr for model in ("euler", "standard"))
-        texts.append(f"{name} {euler:g} against {standard:g}")
-        better += euler > standard
-        worse += euler < standard
+        euler, standard = (limits[f"{model}{suffix}"] for model in ("euler", "standard"))
+        texts.append(f"{name} {euler} against {standard}")
+        better += euler.largest.lr > standard.largest.lr
+        worse += euler.largest.lr < standard.largest.lr
     text = "largest learning rate that trains, euler against standard: " + "; ".join(texts)
     return text, None if better == worse else better > worse
+
+
+def _differential_evidence() -> Iterator[Paired]:
+    """Yield differential scoring against euler on the tuned baseline, at every stored budget."""
+    for study, arm in {
+        "tokens-250k": FIXED_DIFFERENTIAL,
+        "tokens-500k": FIXED_DIFFERENTIAL,
+        STUDY: DIFFERENTIAL,
+        "tokens-4M": FIXED_DIFFERENTIAL,
+    }.items():
+        yield Paired(study, arm, EULER, Verdict.HELPS, "differential against euler, modern, Muon")
 
 
 def _corpus_evidence() -> Iterator[Judged]:
@@ -171,20 +178,43 @@ CLAIMS = (
         "coupling-uncoupled",
         PAPER,
         "An uncoupled network with the same parameters gains less than the coupling",
-        "23.81 against 22.55–22.62 (standard 24.22); 8× the seed variance",
-        (
-            Paired(STUDY, UNCOUPLED, WEAK_EULER, Verdict.HURTS, "uncoupled against euler, fan_in, AdamW"),
-            Measured(STUDY, _seed_variance),
-        ),
+        "23.81 against 22.55–22.62 (standard 24.22)",
+        (Paired(STUDY, UNCOUPLED, WEAK_EULER, Verdict.HURTS, "uncoupled against euler, fan_in, AdamW"),),
+        to_settle=StudyCost("uncoupled"),
+    ),
+    Claim(
+        "coupling-seed-variance",
+        PAPER,
+        "An uncoupled network varies more from seed to seed than the coupling",
+        "8× the seed variance",
+        (Measured(STUDY, _seed_variance),),
         to_settle=StudyCost("uncoupled"),
     ),
     Claim(
         "coupling-tokens",
         PAPER,
-        "Standard attention needs 2.4 times as many tokens for the same perplexity, which takes equal time",
+        "Standard attention needs 2.4 times the tokens of the coupling for the same perplexity",
         "2.4×",
-        (Measured(STUDY, _tokens_to_target),),
+        (
+            TokenFactor("tokens-500k", WEAK_EULER_GAIN, PUBLISHED_TOKEN_RATIO),
+            TokenFactor(STUDY, EULER_GAIN, PUBLISHED_TOKEN_RATIO),
+        ),
         to_settle=StudyCost("compute-matched"),
+    ),
+    Claim(
+        "coupling-time",
+        PAPER,
+        "A coupled token takes 2.4 times the training time of a standard one",
+        "2.4× (follows from equal time at 2.4 times the tokens)",
+        (
+            Output(
+                STEP_TIME,
+                COMMAND,
+                "training step of one block, dim 512, one CPU thread",
+                _step_time,
+                lambda output: _coupled_time(output)["high"] >= PUBLISHED_TOKEN_RATIO,
+            ),
+        ),
     ),
     Claim(
         "coupling-150m",
@@ -196,15 +226,17 @@ CLAIMS = (
     Claim(
         "coupling-350m",
         PAPER,
-        "The gain shrinks at 350M parameters, where differential attention is ahead",
-        "−1.0% (19.35); differential 18.93",
-        (
-            Judged(STUDY, DIFFERENTIAL, Verdict.HELPS, "differential against standard, modern, Muon"),
-            Judged(
-                "tokens-4M", FIXED_DIFFERENTIAL, Verdict.HELPS, "differential against standard, modern, Muon"
-            ),
-        ),
+        "The gain shrinks at 350M parameters",
+        "−1.0% (19.35)",
         to_settle=StudyCost("coupling-350m"),
+    ),
+    Claim(
+        "coupling-differential",
+        PAPER,
+        "Differential attention is ahead of the coupling (at 350M parameters)",
+        "18.93 against 19.35",
+        tuple(_differential_evidence()),
+        to_settle=StudyCost("differential"),
     ),
     Claim(
         "coupling-corpora",
@@ -241,7 +273,6 @@ CLAIMS = (
                 Verdict.HELPS,
                 "affine + differential against differential, modern, Muon",
             ),
-            Judged(STUDY, AFFINE, Verdict.HELPS, "affine against standard, modern, Muon"),
         ),
         to_settle=StudyCost("affine-differential-455m"),
     ),

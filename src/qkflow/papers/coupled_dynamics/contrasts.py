@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qkflow.papers.claims import Results, judge_pairs
-from qkflow.papers.coupled_dynamics.claims import (
+from qkflow.papers.coupled_dynamics.arms import (
     AFFINE,
     AFFINE_DIFFERENTIAL,
     AFFINE_SYMMETRIC,
@@ -42,6 +42,7 @@ from qkflow.studies import Comparison
 NOT_RUN = ("–", "not run")
 FIXED_LR = "{train.lr=0.006}"  # of the study of the symmetric init
 PLAIN = f"standard{FIXED_LR}"
+SHORT_DIFFERENTIAL = f"differential{FIXED_LR}"
 
 
 def _controls_arm(name: str, init: str) -> str:
@@ -85,11 +86,21 @@ SYMMETRIC_CONTROLS = (
     Contrast("W_Q = W_K at init", _controls_arm("standard", "+tied_qk"), PLAIN),
     Contrast("W_Q = 0 at init", _controls_arm("standard", "+zero_q"), PLAIN),
     Contrast("mimetic init", _controls_arm("standard", "+mimetic"), PLAIN),
+    Contrast("symmetric init, W_Q + 0.1·W_K", _controls_arm("standard", "+symmetric=0.1"), PLAIN),
+    Contrast("symmetric init, W_Q + 3·W_K", _controls_arm("standard", "+symmetric=3"), PLAIN),
     Contrast(
         "7 steps instead of 1, same total time",
         SEVEN_SHORT_STEPS,
         _controls_arm("euler", ""),
     ),
+    Contrast("drift with Δ = 0 at init", _controls_arm("drift:step=0", ""), PLAIN),
+    Contrast("drift with Δ = 1 at init", _controls_arm("drift:step=1", ""), PLAIN),
+    Contrast(
+        "drift with Δ = 1, folded into W_Q after 20%", _controls_arm("drift:fold_at=0.2:step=1", ""), PLAIN
+    ),
+    Contrast("conservative leapfrog (symplectic)", _controls_arm("leapfrog:conservative=true", ""), PLAIN),
+    Contrast("nonlinear query, no coupling", _controls_arm("nonlinear_query", ""), PLAIN),
+    Contrast("differential scoring, same rate", _controls_arm("differential", ""), PLAIN),
 )
 MUON_MODERN = (
     Contrast("euler coupling", EULER, REFERENCE),
@@ -106,7 +117,7 @@ MUON_MODERN = (
 MODERN_CONTROLS = (
     Contrast("drift with Δ = 0 at init", "drift:step=0", "standard"),
     Contrast("drift with Δ = 1 at init", "drift:step=1", "standard"),
-    Contrast("the same, folded into W_Q after 20%", "drift:fold_at=0.2:step=1", "standard"),
+    Contrast("drift with Δ = 1, folded into W_Q after 20%", "drift:fold_at=0.2:step=1", "standard"),
     Contrast("conservative leapfrog (symplectic)", "leapfrog:conservative=true", "standard"),
     Contrast("euler coupling, 7 steps", "euler:n=7", "standard"),
     Contrast("symmetric init, score −1", "standard@modern+symmetric_score=-1", "standard"),
@@ -115,6 +126,13 @@ MODERN_CONTROLS = (
     Contrast("W_Q = W_K at init", "standard@modern+tied_qk", "standard"),
     Contrast("W_Q = 0 at init", "standard@modern+zero_q", "standard"),
     Contrast("query-key normalization", "standard{attention.qk_norm=true}", "standard"),
+    Contrast("differential scoring", SHORT_DIFFERENTIAL, "standard"),
+    Contrast(
+        "symmetric init on differential scoring, score 1",
+        f"{SHORT_DIFFERENTIAL}@modern+symmetric_score=1",
+        SHORT_DIFFERENTIAL,
+    ),
+    Contrast("affine coupling on differential scoring", f"affine+{SHORT_DIFFERENTIAL}", SHORT_DIFFERENTIAL),
 )
 GROUPS = (
     ContrastGroup("AdamW, fan_in", STUDY, ADAMW_FAN_IN),
@@ -125,19 +143,19 @@ GROUPS = (
 
 
 @dataclass(frozen=True)
-class StartByDynamics:
+class InitByCoupling:
     """The four arms of a 2×2: the symmetric init or not, an affine coupling or not."""
 
     baseline: str
     study: str
-    neither: str
-    start: str
-    dynamics: str
+    plain: str
+    symmetric: str
+    coupled: str
     both: str
 
 
-START_BY_DYNAMICS = (
-    StartByDynamics(
+INIT_BY_COUPLING = (
+    InitByCoupling(
         "AdamW, fan_in",
         CONTROLS_STUDY,
         PLAIN,
@@ -145,7 +163,7 @@ START_BY_DYNAMICS = (
         _controls_arm("affine", ""),
         _controls_arm("affine", "+symmetric=1"),
     ),
-    StartByDynamics("Muon, modern", STUDY, REFERENCE, SYMMETRIC, AFFINE, AFFINE_SYMMETRIC),
+    InitByCoupling("Muon, modern", STUDY, REFERENCE, SYMMETRIC, AFFINE, AFFINE_SYMMETRIC),
 )
 
 
@@ -162,13 +180,13 @@ def contrast_rows(results: Results) -> list[dict[str, str]]:
     return rows
 
 
-def start_by_dynamics_rows(results: Results) -> list[dict[str, str]]:
+def init_by_coupling_rows(results: Results) -> list[dict[str, str]]:
     """Return the 2×2 of a symmetric init and a coupling that starts as the identity, for each baseline."""
     rows = []
-    for each in START_BY_DYNAMICS:
+    for each in INIT_BY_COUPLING:
         comparison = results.comparison(each.study)
-        judged = _judge(comparison, [(each.dynamics, each.neither), (each.both, each.start)])
-        pairs = (("as it is", each.neither, each.dynamics), ("symmetric", each.start, each.both))
+        judged = _judge(comparison, [(each.coupled, each.plain), (each.both, each.symmetric)])
+        pairs = (("as it is", each.plain, each.coupled), ("symmetric", each.symmetric, each.both))
         for init, plain, coupled in pairs:
             change, verdict = judged.get((coupled, plain), NOT_RUN)
             row = {"on": each.baseline, "tokens": _tokens(comparison), "init": init}

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from qkflow.papers.claims import Results, judged_difference
-from qkflow.papers.coupled_dynamics.claims import (
+from qkflow.papers.coupled_dynamics.arms import (
     EULER,
     FIXED_EULER,
     FIXED_SYMMETRIC,

@@ -56,6 +56,9 @@ class LrLimit:
         """Whether the largest rate of the sweep still trains."""
         return self.largest == self.trials[-1]
 
+    def __str__(self) -> str:
+        return f"{'≥ ' if self.is_censored else ''}{self.largest.lr:g}"
+
 
 def read_limits(comparison: Comparison) -> list[LrLimit]:
     """Return every model of a sweep over `train.lr`, in the order of the study."""
@@ -76,8 +79,7 @@ def lr_limit_rows(results: Results) -> list[dict[str, str]]:
     rows = []
     for limit in limits:
         changes = {trial.lr: _describe(trial, limit.best) for trial in limit.trials}
-        largest = f"{limit.largest.lr:g}"
-        row = {"model": limit.model, "largest that trains": f"≥ {largest}" if limit.is_censored else largest}
+        row = {"model": limit.model, "largest that trains": str(limit)}
         rows.append(row | {f"{lr:g}": changes.get(lr, "–") for lr in rates})
     return rows
 

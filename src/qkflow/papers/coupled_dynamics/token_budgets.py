@@ -16,15 +16,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq, minimize_scalar
 
-from qkflow.papers.claims import Results, compare_arms, find_arm
-from qkflow.papers.coupled_dynamics.claims import (
+from qkflow.papers.claims import Measurement, Results, compare_arms, describe_scale, find_arm, training_hours
+from qkflow.papers.coupled_dynamics.arms import (
     DIFFERENTIAL,
     EULER,
     FIXED_DIFFERENTIAL,
     FIXED_EULER,
     FIXED_SYMMETRIC,
+    INCREASING_PACE,
+    PACE_ARM,
+    PACE_REFERENCE,
+    PACE_STUDY,
     REFERENCE,
     STUDY,
     WEAK_EULER,
@@ -37,7 +41,10 @@ from qkflow.studies import Comparison
 from qkflow.studies.sentences import format_percent
 from qkflow.studies.stats import PairedDifference, perplexity_percent_change
 
-BUDGETS = ("tokens-250k", "tokens-500k", STUDY, "tokens-2M", "tokens-4M", "tokens-16M")
+BUDGETS = (
+    *("tokens-250k", "tokens-500k", STUDY, "tokens-2M", "tokens-4M", "tokens-16M"),
+    *("pace-lm", PACE_STUDY),  # 500k and 1M tokens
+)
 MIN_BUDGETS = 3  # two to fit, one to predict
 HYPOTHESES = ("same difference", "same factor", "same saving")
 
@@ -52,11 +59,14 @@ class Gain:
 
 
 WEAK = (WEAK_REFERENCE,)
+WEAK_EULER_GAIN = Gain("euler, fan_in, AdamW", (WEAK_EULER, FIXED_EULER), WEAK)
+EULER_GAIN = Gain("euler, modern, Muon", (EULER,), (REFERENCE,))
 GAINS = (
-    Gain("euler, fan_in, AdamW", (WEAK_EULER, FIXED_EULER), WEAK),
+    WEAK_EULER_GAIN,
     Gain("symmetric init, fan_in, AdamW", (WEAK_SYMMETRIC, FIXED_SYMMETRIC), WEAK),
-    Gain("euler, modern, Muon", (EULER,), (REFERENCE,)),
+    EULER_GAIN,
     Gain("differential, modern, Muon", (DIFFERENTIAL, FIXED_DIFFERENTIAL), (REFERENCE,)),
+    Gain("increasing pace, modern, Muon", (PACE_ARM, INCREASING_PACE), (PACE_REFERENCE, REFERENCE)),
     Gain("modern and Muon instead of fan_in and AdamW", (REFERENCE,), WEAK),
 )
 
@@ -81,6 +91,51 @@ class Prediction:
     def __str__(self) -> str:
         change = format_percent(perplexity_percent_change(self.difference))
         return f"{change}, {'inside' if self.is_inside else 'outside'}"
+
+
+@dataclass(frozen=True)
+class TokenFactor:
+    """How many times the tokens of the arm the arm compared with needs for the same loss.
+
+    The curve of the latter has one point per budget, each with its own schedule: a loss in the middle of a
+    schedule is higher than that of a shorter run.
+    """
+
+    record: str
+    gain: Gain
+    published: float
+
+    def read(self, results: Results) -> Measurement:
+        points = read_points(results, self.gain)
+        comparison = results.comparison(self.record)
+        point = next(each for each in points if each.tokens == comparison.summary.config.tokens)
+        factors = token_factors(points, point)
+        text = "{}: standard needs {:.2f}× ({:.2f}…{:.2f}) the tokens".format(self.gain.label, *factors)
+        _, low, high = factors
+        return Measurement(
+            text=text,
+            scale=describe_scale(comparison),
+            seeds=point.difference.pairs,
+            supports=None if low < self.published < high else low >= self.published,
+            command=comparison.summary.command,
+            core_hours=training_hours(comparison),
+        )
+
+
+def token_factors(points: Sequence[Point], point: Point) -> tuple[float, float, float]:
+    """Return the factor of tokens that the difference at `point` is worth, and its interval."""
+    curve = _loss_curve([each.tokens for each in points], [each.against_loss for each in points])
+
+    def factor(difference: float) -> float:
+        def excess(c: float) -> float:
+            return float(curve(np.array([point.tokens * np.exp(c)]))[0]) - point.against_loss - difference
+
+        return float(np.exp(brentq(excess, -10.0, 10.0)))
+
+    low, high = point.difference.high, point.difference.low  # a lower loss is worth more tokens
+    assert low is not None
+    assert high is not None
+    return factor(point.difference.mean), factor(low), factor(high)
 
 
 def token_budget_rows(results: Results) -> list[dict[str, str]]:

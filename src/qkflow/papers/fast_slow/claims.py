@@ -27,8 +27,11 @@ def _gate(comparison: Comparison) -> tuple[str, bool | None]:
     runs = comparison.runs_of(find_arm(comparison, f"slow{MUON}").cell)
     shares = np.array([max(run.metrics["probe"][-1]["slow_share"]) for run in runs])
     low, high, _ = t_interval(shares, comparison.summary.config.confidence)
-    text = f"‖g⊙ũ‖/‖x‖ at the end: {shares.mean():.3f} ({low or 0:.3f}…{high or 0:.3f})"
-    return f"{text}; open means above {OPEN_GATE_THRESHOLD:g}", bool((high or 0) < OPEN_GATE_THRESHOLD)
+    assert low is not None
+    assert high is not None
+    text = f"‖g⊙ũ‖/‖x‖ at the end: {shares.mean():.3f} ({low:.3f}…{high:.3f})"
+    is_closed = True if high < OPEN_GATE_THRESHOLD else False if low > OPEN_GATE_THRESHOLD else None
+    return f"{text}; open means above {OPEN_GATE_THRESHOLD:g}", is_closed
 
 
 def _order(output: Any) -> str:
@@ -61,7 +64,9 @@ CLAIMS = (
         PAPER,
         "At 500k tokens the slow path is neutral",
         "within run-to-run noise",
-        (Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),),
+        (
+            Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),
+        ),
         to_settle=StudyCost("fast-slow"),
     ),
     Claim(
@@ -74,7 +79,7 @@ CLAIMS = (
     Claim(
         "fast-slow-frozen",
         PAPER,
-        "Training the slow path gains nothing over freezing it",
+        "Training the slow path and freezing it end with the same perplexity",
         "coupled = frozen within noise",
         (
             Paired(

@@ -8,7 +8,6 @@ from typing import Any
 
 from qkflow.papers.claims import Claim, Output, find_row
 from qkflow.papers.costs import StudyCost
-from qkflow.report.tables import format_signed
 
 PAPER = "Vashisht & Ramaswamy, ICML 2026, arXiv 2608.06776"
 LABELS = {
@@ -21,7 +20,7 @@ EQUAL_PERFORMANCE = 0.02  # test performance within two points counts as equal
 SYNTHETIC, FLOW = "qkflow pace synthetic", "qkflow pace flow"
 TASK_SCALE = "controlled task, one head"
 SHARE_TOLERANCE = 5.0  # points of the heatmap: larger than the spread over seeds
-READER = "four layers, pretrained on cloze questions"  # the model of the stored SQuAD study
+PRETRAINED = "four layers, pretrained on cloze questions"  # the model of the stored SQuAD study
 LOW_ATTENTION = 0.3  # attention on the distinct tokens at a loss of 1e-4
 
 
@@ -37,23 +36,25 @@ def _attention(row: Any) -> str:
     return f"{row['mean_distinct_attention']:.2f}"
 
 
-def _largest_difference(output: Any) -> float:
-    return max(abs(value) for row in output["rows"] if row.get("difference") for value in row["difference"])
+def _largest_difference(*rows: Any) -> float:
+    """Return the largest difference to a published share, in points."""
+    return max(abs(value) for row in rows if row.get("difference") for value in row["difference"])
 
 
 def _synthetic(text: Callable[[Any], str], supports: Callable[[Any], bool | None]) -> Output:
-    return Output("pace-synthetic", SYNTHETIC, TASK_SCALE, text, supports, seeds=3)
-
-
-def _increasing(output: Any) -> tuple[Any, Any, Any]:
-    plain, increasing = _row(output, "FAFO"), _row(output, "FAFO", growth=True)
-    return plain, increasing, _row(output, "CACO", growth=True)
+    return Output(
+        "pace-synthetic", SYNTHETIC, TASK_SCALE, text, supports, seeds=lambda output: len(output["seeds"])
+    )
 
 
 def _increasing_text(output: Any) -> str:
-    names = ("FAFO", "FAFO increasing", "CACO increasing")
-    parts = [f"{name} {_attention(row)}" for name, row in zip(names, _increasing(output), strict=True)]
-    return "mean attention on distinct tokens: " + ", ".join(parts)
+    """Return the factorized circuit and the collapsed one with an increasing rate, and how they differ."""
+    rows = {"FAFO": _row(output, "FAFO"), "CACO increasing": _row(output, "CACO", growth=True)}
+    parts = [
+        f"{name} {_attention(row)} (loss {row['loss']:.1g}, {row['seq_len']} tokens)"
+        for name, row in rows.items()
+    ]
+    return f"mean attention on distinct tokens: {', '.join(parts)}; not at equal loss, length and init"
 
 
 def _alpha(output: Any, ratio: float) -> float:
@@ -73,7 +74,8 @@ def _study(
         return [read_change(output, name, ratio) for name in measures]
 
     def text(output: Any) -> str:
-        return f"{task}, r = {ratio}: " + "; ".join(map(str, changes(output)))
+        bound = f"; equal means within {EQUAL_PERFORMANCE:g}" if expects == "no change" else ""
+        return f"{task}, r = {ratio}: " + "; ".join(map(str, changes(output))) + bound
 
     def supports(output: Any) -> bool | None:
         verdicts = {change.verdict for change in changes(output)}
@@ -83,7 +85,15 @@ def _study(
             return True if all(change.is_within(EQUAL_PERFORMANCE) for change in changes(output)) else None
         return True if verdicts == {"raises"} else None
 
-    return Output(f"pace-{task}", None, f"{task}, {model}", text, supports, seeds=5)
+    return Output(
+        f"pace-{task}",
+        None,
+        f"{task}, {model}",
+        text,
+        supports,
+        seeds=lambda output: int(output["config"]["seeds"]),
+        core_hours=lambda output: sum(row["seconds"] * len(row["seeds"]) for row in output["rows"]) / 3600,
+    )
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,14 @@ class Change:
     def is_within(self, bound: float) -> bool:
         return -bound < self.low and self.high < bound
 
-    def __str__(self) -> str:
+    @property
+    def effect(self) -> str:
+        """The value after the change, the interval of the difference and the verdict."""
         low, high = (f"{bound:+.3f}".replace("-", "−") for bound in (self.low, self.high))
-        label = LABELS.get(self.name, self.name)
-        return f"{label} {self.before:.3g} → {self.after:.3g} ({low}…{high}; {self.verdict})"
+        return f"{self.after:.3g} ({low}…{high}; {self.verdict})"
+
+    def __str__(self) -> str:
+        return f"{LABELS.get(self.name, self.name)} {self.before:.3g} → {self.effect}"
 
 
 def read_change(output: Any, name: str, ratio: str) -> Change:
@@ -113,18 +127,6 @@ def read_change(output: Any, name: str, ratio: str) -> Change:
     return Change(
         name, before["mean"], after["mean"], difference["low"], difference["high"], after["verdict"]
     )
-
-
-def _first_look(variant: str, label: str) -> Output:
-    """Return an arm of the first look at AdamW from `modern`: three seeds, one rate, no verdict."""
-
-    def text(output: Any) -> str:
-        percent = find_row(output["arms"], "variant", variant)["percent"]
-        values = (format_signed(percent[name]) for name in ("mean", "low", "high"))
-        return "{}: {}% ({}…{}), no verdict".format(label, *values)
-
-    scale = "wikitext-2, tiny-swiglu, 1M tokens"
-    return Output("start-or-dynamics", None, scale, text, lambda output: None, seeds=3)
 
 
 CLAIMS = (
@@ -137,10 +139,10 @@ CLAIMS = (
             _synthetic(
                 lambda output: (
                     f"mean attention on distinct tokens: FAFO {_attention(_row(output, 'FAFO'))}, FACO "
-                    f"{_attention(_row(output, 'FACO'))}; largest difference to a published share "
-                    f"{_largest_difference(output):.1f} points"
+                    f"{_attention(_row(output, 'FACO'))}, from different inits; largest difference to a "
+                    f"published share {_largest_difference(*output['rows']):.1f} points"
                 ),
-                lambda output: _largest_difference(output) < SHARE_TOLERANCE,
+                lambda output: _largest_difference(*output["rows"]) < SHARE_TOLERANCE,
             ),
         ),
         to_settle=StudyCost("synthetic-grid"),
@@ -171,6 +173,10 @@ CLAIMS = (
                 ),
                 lambda output: _alpha(output, 0.1) < _alpha(output, 1.0) < _alpha(output, 10.0),
             ),
+            _study("agreement", ("mass",), "raises", ratio="3"),
+            _study("agreement", ("mass",), "raises"),
+            _study("hatexplain", ("mass",), "raises"),
+            _study("squad", ("mass",), "raises", model=PRETRAINED),
         ),
     ),
     Claim(
@@ -180,12 +186,13 @@ CLAIMS = (
         "CACO increasing 0/0/2.6/86.9/10.5; FAFO increasing (not printed)",
         (
             _synthetic(
-                _increasing_text,
                 lambda output: (
-                    _increasing(output)[1]["mean_distinct_attention"]
-                    > _increasing(output)[0]["mean_distinct_attention"]
+                    "CACO increasing: largest difference to a published share "
+                    f"{_largest_difference(_row(output, 'CACO', growth=True)):.1f} points"
                 ),
+                lambda output: _largest_difference(_row(output, "CACO", growth=True)) < SHARE_TOLERANCE,
             ),
+            _synthetic(_increasing_text, lambda output: None),
         ),
     ),
     Claim(
@@ -211,7 +218,7 @@ CLAIMS = (
         (
             _study("agreement", ("qk_scale",), "raises"),
             _study("hatexplain", ("qk_scale",), "raises"),
-            _study("squad", ("qk_scale",), "raises", model=READER),
+            _study("squad", ("qk_scale",), "raises", model=PRETRAINED),
         ),
     ),
     Claim(
@@ -220,11 +227,11 @@ CLAIMS = (
         "Task performance stays equal",
         "SVA 92.4 → 93.4, HateXplain 55.7 → 56.9, SQuAD 56.1 → 56.9",
         (
+            _study("agreement", ("performance",), "no change", ratio="3"),
             _study("agreement", ("performance",), "no change"),
             _study("hatexplain", ("performance",), "no change"),
             _study("hatexplain", ("performance",), "no change", ratio="30"),
-            _study("squad", ("performance",), "no change", model=READER),
-            _first_look("standard+pace=4@modern", "language modeling, r = 4 against 1, modern, AdamW"),
+            _study("squad", ("performance",), "no change", model=PRETRAINED),
         ),
         to_settle=StudyCost("squad-single-knob"),
     ),
@@ -235,10 +242,11 @@ CLAIMS = (
         "AC: SVA 41.7 → 76.9, HateXplain 0 → 43.5, SQuAD 12.7 → 43.0; comprehensiveness .24 → .30, "
         ".40 → .48, .38 → .53",
         (
+            _study("agreement", ("confidence", "comprehensiveness"), "raises", ratio="3"),
             _study("agreement", ("confidence", "comprehensiveness"), "raises"),
             _study("hatexplain", ("confidence", "comprehensiveness"), "raises"),
             _study("hatexplain", ("confidence", "comprehensiveness"), "raises", ratio="30"),
-            _study("squad", ("confidence", "comprehensiveness"), "raises", model=READER),
+            _study("squad", ("confidence", "comprehensiveness"), "raises", model=PRETRAINED),
         ),
         to_settle=StudyCost("agreement-single-knob", "hatexplain-single-knob", "squad-single-knob"),
     ),

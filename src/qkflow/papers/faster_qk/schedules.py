@@ -30,7 +30,7 @@ def schedule_rows(results: Results) -> list[dict[str, str]]:
     judged = judge_pairs(comparison, list(pairs.values()))
     rows = []
     for ratio in dict.fromkeys(ratio for ratio, _ in pairs):
-        row = {"`train.pace`": f"`{ratio}`"}
+        row = {"train.pace": ratio}
         for kind, label in FEED_FORWARDS.items():
             pair = pairs.get((ratio, kind))
             difference, verdict = judged.get(pair, (None, None)) if pair else (None, None)
