@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from qkflow.papers.claims import Results, compare_arms, describe_scale, find_arm, judged_difference
 from qkflow.papers.coupled_dynamics.arms import (
+    ADAMW_MODERN,
     AFFINE,
     DIFFERENTIAL,
     EULER,
@@ -52,11 +53,12 @@ def main_findings(results: Results) -> list[Finding]:
     return [
         Finding(
             "Dynamics, init or weak baseline? A weak baseline.",
-            "With AdamW and the plain init `fan_in`, an `euler` coupling changes perplexity by "
+            f"From the plain init `fan_in` with AdamW, an `euler` coupling changes perplexity by "
             f"{_change(study, WEAK_EULER, WEAK_REFERENCE)}, its linear drift q + Δ·k alone by "
-            f"{_pair(study, WEAK_DRIFT, WEAK_REFERENCE)} and a free symmetric init by "
-            f"{_pair(study, WEAK_SYMMETRIC, WEAK_REFERENCE)}; with Muon and the init `modern`, which change "
-            f"it by {_pair(study, REFERENCE, WEAK_REFERENCE)} for free, `euler` changes it by "
+            f"{_pair(study, WEAK_DRIFT, WEAK_REFERENCE)}, a symmetric init by "
+            f"{_pair(study, WEAK_SYMMETRIC, WEAK_REFERENCE)}, the init `modern` by "
+            f"{_pair(study, ADAMW_MODERN, WEAK_REFERENCE)}, and `modern` with Muon by "
+            f"{_pair(study, REFERENCE, WEAK_REFERENCE)}; on top of the last, `euler` changes it by "
             f"{_change(study, EULER)} ({describe_scale(study)}, {_seeds(study, EULER)}).",
         ),
         Finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qkflow.papers.coupled_dynamics.token_budgets import Point, predict_largest
+from qkflow.papers.coupled_dynamics.token_budgets import Point, predict_largest, token_factors
 from qkflow.studies.stats import paired_difference
 
 TOKENS = np.array([0.25e6, 0.5e6, 1e6, 4e6])
@@ -43,3 +43,13 @@ def test_the_true_hypothesis_predicts_the_largest_budget(
 
 def test_too_few_budgets_predict_nothing() -> None:
     assert predict_largest(points(np.full(4, -0.2))[:2]) == []
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.5])
+def test_token_factor_of_a_faster_learner(factor: float) -> None:
+    differences = loss(TOKENS * factor) - loss(TOKENS)
+    measured = points(differences)
+    mean, low, high = token_factors(measured, measured[1])
+    assert mean == pytest.approx(factor, rel=1e-6)
+    assert low < mean < high
+    assert np.log(high / mean) == pytest.approx(np.log(mean / low), rel=1e-6)  # linear in log t

@@ -16,6 +16,7 @@ from qkflow.papers.coupled_dynamics.contrasts import contrast_rows, init_by_coup
 from qkflow.papers.coupled_dynamics.corpora import corpus_rows, predictor_rows
 from qkflow.papers.coupled_dynamics.equal_cost import equal_cost_rows
 from qkflow.papers.coupled_dynamics.factorial import factorial_rows
+from qkflow.papers.coupled_dynamics.induction import induction_rows
 from qkflow.papers.coupled_dynamics.lr_limits import lr_limit_rows
 from qkflow.papers.coupled_dynamics.step_time import step_time_rows
 from qkflow.papers.coupled_dynamics.token_budgets import token_budget_rows
@@ -36,6 +37,7 @@ TableName = Literal[
     "equal-cost",
     "step-time",
     "lr-limits",
+    "induction",
     "pace-schedules",
     "pace-tasks",
     "gates",
@@ -51,6 +53,7 @@ TABLES: dict[TableName, Callable[[Results], list[dict[str, str]]]] = {
     "equal-cost": equal_cost_rows,
     "step-time": step_time_rows,
     "lr-limits": lr_limit_rows,
+    "induction": induction_rows,
     "pace-schedules": schedule_rows,
     "pace-tasks": task_rows,
     "gates": gate_rows,
@@ -90,10 +93,11 @@ def claims(
             gains by corpus beside measures of the text; predictors: correlations of these measures with
             the gain; token-budgets: gains by tokens of training, and which hypothesis predicts the
             largest; equal-cost: differential scoring after equal tokens and FLOPs; step-time: what
-            couplings cost in a training step; lr-limits: the largest learning rate that trains; pace-
-            schedules: ratios of the learning rates in language modeling; pace-tasks: ratios on labeled
-            tasks; gates: the gate of the slow path, and what it gains; open-questions: what is not
-            settled, the recipe that would settle it, and its cost.
+            couplings cost in a training step; lr-limits: the largest learning rate that trains;
+            induction: when induction heads form; pace- schedules: ratios of the learning rates in
+            language modeling; pace-tasks: ratios on labeled tasks; gates: the gate of the slow path, and
+            what it gains; open-questions: what is not settled, the recipe that would settle it, and its
+            cost.
         results: folder with stored results (default: those of this version).
         markdown: print Markdown, as in docs/claims.md.
         json: print one JSON object.

@@ -64,9 +64,7 @@ CLAIMS = (
         PAPER,
         "At 500k tokens the slow path is neutral",
         "within run-to-run noise",
-        (
-            Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),
-        ),
+        (Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),),
         to_settle=StudyCost("fast-slow"),
     ),
     Claim(
