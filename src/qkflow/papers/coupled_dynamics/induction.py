@@ -15,7 +15,7 @@ FORMED = 2.15  # nats: below what the words of a document alone allow
 
 
 def induction_rows(results: Results) -> list[dict[str, str]]:
-    """Return one row per seed: the tokens until the loss of each init is below `FORMED`, and its final loss."""
+    """Return one row per seed: tokens until the loss of each init is below `FORMED`, and its final loss."""
     comparison = results.comparison(RECORD)
     runs = {arm.best_init: comparison.runs_of(arm.cell) for arm in comparison.summary.arms}
     return [
