@@ -271,6 +271,18 @@ def test_match_flops_gives_the_more_expensive_model_fewer_tokens(tmp_path: Path)
     assert sum(count_starts(tmp_path / "s").values()) == count
 
 
+def test_match_flops_keeps_the_tokens_of_the_reference(tmp_path: Path) -> None:
+    """Its runs are those of a comparison with equal tokens, also if they are no whole number of steps."""
+    settings = {**TOY, "variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "tokens": 650}
+    budgets, ids = [], []
+    for match in ("tokens", "flops"):
+        comparison = compare("toy", out=tmp_path / match, match=match, **settings)
+        budgets.append(StudyPlan.load(StudyDir(comparison.folder)).budgets)
+        ids.append({run.id for run in comparison.compared_runs if run.cell.startswith("standard")})
+    assert budgets == [{"standard": 650, "euler": 650}, {"standard": 650, "euler": 512}]
+    assert ids[0] == ids[1]
+
+
 def test_minutes_are_converted_to_tokens(tmp_path: Path) -> None:
     """Finished calibration runs are written beforehand, so that the speed of this machine does not matter."""
     settings = {"variants": "euler", "inits": "gpt2", "seeds": 1, "verdict": False, "minutes": 0.2}

@@ -214,7 +214,9 @@ class StudyRunner:
                 "flops": costs[unit].flops_per_token / costs[model].flops_per_token,
             }[config.match]
             per_step = cell.tokens_per_step(config)
-            budgets[model] = known.get(model) or max(1, round(base * ratio / per_step)) * per_step
+            matched = max(1, round(base * ratio / per_step)) * per_step
+            # the unit keeps its tokens, so that its runs are those of a comparison with equal tokens
+            budgets[model] = known.get(model) or (base if ratio == 1 else matched)
         return budgets
 
     def _measure_costs(self) -> dict[str, TrainingCost]:
