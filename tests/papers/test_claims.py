@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from functools import partial
@@ -25,10 +24,10 @@ from qkflow.papers.claims import (
     Status,
     build_ledger,
     compare_arms,
+    find_arm,
     judged_difference,
 )
 from qkflow.papers.coupled_dynamics import arms
-from qkflow.papers.coupled_dynamics.corpora import EULER_CHANGE, mean_changes
 from qkflow.papers.faster_qk.claims import read_change
 from qkflow.papers.findings import main_findings
 from qkflow.papers.ledger import CLAIMS_BY_DIAL
@@ -138,7 +137,12 @@ def test_titles_of_the_findings_hold() -> None:
         comparison = results.comparison(f"tokens-{budget}")
         assert judged_difference(comparison, arms.FIXED_DIFFERENTIAL)[1] == expected
         assert judged_difference(comparison, arms.EULER)[1] != Verdict.HELPS
-    assert min(mean_changes(results, EULER_CHANGE).values()) > math.log(0.99)
+    short, long = results.comparison("pace-lm"), results.comparison("tokens-4M")
+    assert judged_difference(short, arms.PACE_ARM)[1] == Verdict.HELPS
+    assert judged_difference(long, arms.INCREASING_PACE)[1] == Verdict.HURTS
+    assert len(find_arm(long, arms.EULER).seeds) >= 5
+    after_equal_flops = judged_difference(results.comparison("flops-4M"), arms.FIXED_DIFFERENTIAL)
+    assert after_equal_flops[1] == Verdict.HELPS
     assert verdict(arms.SOFTMAX_NORM) == Verdict.HURTS
     assert Verdict.HELPS not in map(verdict, (arms.EULER, arms.AFFINE, arms.SYMMETRIC))
     pair = partial(compare_arms, results.comparison(arms.STUDY))

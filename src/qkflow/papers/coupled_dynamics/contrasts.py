@@ -22,6 +22,8 @@ from qkflow.papers.coupled_dynamics.arms import (
     EULER,
     LEAPFROG,
     MUON,
+    PACE_ARM,
+    PACE_STUDY,
     REFERENCE,
     SEVEN_SHORT_STEPS,
     SEVEN_STEPS,
@@ -42,7 +44,6 @@ from qkflow.studies import Comparison
 NOT_RUN = ("–", "not run")
 FIXED_LR = "{train.lr=0.006}"  # of the study of the symmetric init
 PLAIN = f"standard{FIXED_LR}"
-SHORT_DIFFERENTIAL = f"differential{FIXED_LR}"
 
 
 def _controls_arm(name: str, init: str) -> str:
@@ -98,8 +99,6 @@ SYMMETRIC_CONTROLS = (
     Contrast(
         "drift with Δ = 1, folded into W_Q after 20%", _controls_arm("drift:fold_at=0.2:step=1", ""), PLAIN
     ),
-    Contrast("conservative leapfrog (symplectic)", _controls_arm("leapfrog:conservative=true", ""), PLAIN),
-    Contrast("nonlinear query, no coupling", _controls_arm("nonlinear_query", ""), PLAIN),
     Contrast("differential scoring, same rate", _controls_arm("differential", ""), PLAIN),
 )
 MUON_MODERN = (
@@ -126,19 +125,25 @@ MODERN_CONTROLS = (
     Contrast("W_Q = W_K at init", "standard@modern+tied_qk", "standard"),
     Contrast("W_Q = 0 at init", "standard@modern+zero_q", "standard"),
     Contrast("query-key normalization", "standard{attention.qk_norm=true}", "standard"),
-    Contrast("differential scoring", SHORT_DIFFERENTIAL, "standard"),
-    Contrast(
-        "symmetric init on differential scoring, score 1",
-        f"{SHORT_DIFFERENTIAL}@modern+symmetric_score=1",
-        SHORT_DIFFERENTIAL,
-    ),
-    Contrast("affine coupling on differential scoring", f"affine+{SHORT_DIFFERENTIAL}", SHORT_DIFFERENTIAL),
+)
+# Stored study of the reference itself: its rate, schedule and feed-forward, and what pays with another one.
+GELU = "model.feed_forward=gelu,model.hidden_dim=512"
+PLAIN_FFN = f"standard{{{GELU}}}"
+TUNED_BASELINE = (
+    Contrast("learning rate 0.006 instead of 0.012", "standard{train.lr=0.006}", "standard"),
+    Contrast("learning rate 0.024 instead of 0.012", "standard{train.lr=0.024}", "standard"),
+    Contrast("warmup-stable-decay instead of cosine", "standard{train.schedule=wsd}", "standard"),
+    Contrast("plain feed-forward of as many parameters (GELU)", PLAIN_FFN, "standard"),
+    Contrast("increasing pace", PACE_ARM, "standard"),
+    Contrast("euler coupling, plain feed-forward", f"euler{{{GELU}}}", PLAIN_FFN),
+    Contrast("differential scoring, plain feed-forward", f"differential{{{GELU},train.lr=0.006}}", PLAIN_FFN),
 )
 GROUPS = (
     ContrastGroup("AdamW, fan_in", STUDY, ADAMW_FAN_IN),
     ContrastGroup("AdamW, fan_in", CONTROLS_STUDY, SYMMETRIC_CONTROLS),
     ContrastGroup("Muon, modern", STUDY, MUON_MODERN),
     ContrastGroup("Muon, modern", "modern-controls", MODERN_CONTROLS),
+    ContrastGroup("Muon, modern", PACE_STUDY, TUNED_BASELINE),
 )
 
 

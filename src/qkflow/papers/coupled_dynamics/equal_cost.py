@@ -21,12 +21,14 @@ def equal_cost_rows(results: Results) -> list[dict[str, str]]:
         comparison = results.comparison(name)
         arm, reference = find_arm(comparison, FIXED_DIFFERENTIAL), comparison.summary.reference
         assert reference is not None
+        assert arm.cost.step_time_ratio is not None
         difference, verdict = judged_difference(comparison, FIXED_DIFFERENTIAL)
         rows.append(
             {
                 "compared after equal": comparison.summary.config.match,
                 "tokens, standard": format_count(reference.cost.tokens),
                 "tokens, differential": format_count(arm.cost.tokens),
+                "time per step, CPU": f"{arm.cost.step_time_ratio:.2f}×",
                 "seeds": str(len(arm.seeds)),
                 "change by differential (95%)": format_change(difference),
                 "verdict": str(verdict),
