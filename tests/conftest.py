@@ -18,7 +18,9 @@ from browser import chromium  # noqa: F401 - a fixture: one per process, Playwri
 from words import WORDS
 
 torch.set_num_threads(1)  # test processes run in parallel
-if hasattr(signal, "SIGHUP"):  # ignored under nohup, which qkflow respects; tests send it
+# Tests send these signals. Ctrl-C is ignored in a background job of a script, SIGHUP under nohup.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

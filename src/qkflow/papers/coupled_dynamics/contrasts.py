@@ -136,7 +136,12 @@ TUNED_BASELINE = (
     Contrast("plain feed-forward of as many parameters (GELU)", PLAIN_FFN, "standard"),
     Contrast("increasing pace", PACE_ARM, "standard"),
     Contrast("euler coupling, plain feed-forward", f"euler{{{GELU}}}", PLAIN_FFN),
-    Contrast("differential scoring, plain feed-forward", f"differential{{{GELU},train.lr=0.006}}", PLAIN_FFN),
+    Contrast("differential scoring, plain feed-forward", f"differential{{{GELU},train.lr=0.012}}", PLAIN_FFN),
+    Contrast(
+        "differential scoring, plain feed-forward, rate 0.006",
+        f"differential{{{GELU},train.lr=0.006}}",
+        PLAIN_FFN,
+    ),
 )
 GROUPS = (
     ContrastGroup("AdamW, fan_in", STUDY, ADAMW_FAN_IN),
