@@ -138,7 +138,7 @@ def test_titles_of_the_findings_hold() -> None:
         assert judged_difference(comparison, arms.FIXED_DIFFERENTIAL)[1] == expected
         assert judged_difference(comparison, arms.EULER)[1] != Verdict.HELPS
     short, long = results.comparison("pace-lm"), results.comparison("tokens-4M")
-    assert judged_difference(short, arms.PACE_ARM)[1] == Verdict.HELPS
+    assert judged_difference(short, arms.TUNED_PACE)[1] == Verdict.HELPS
     assert judged_difference(long, arms.INCREASING_PACE)[1] == Verdict.HURTS
     assert len(find_arm(long, arms.EULER).seeds) >= 5
     after_equal_flops = judged_difference(results.comparison("flops-4M"), arms.FIXED_DIFFERENTIAL)

@@ -21,8 +21,16 @@ SYMMETRIC, AFFINE_SYMMETRIC = (f"{name}{MUON}@modern+symmetric_score=1" for name
 FIXED_EULER, FIXED_SYMMETRIC = "euler{train.lr=0.006}@fan_in", f"{WEAK_REFERENCE}+symmetric=1"
 FIXED_DIFFERENTIAL = "differential{train.lr=0.006,train.optimizer=muon}@modern"
 INCREASING_PACE = "standard{train.lr=0.012,train.optimizer=muon,train.pace=increasing:4}@modern"
+# The same with a plain feed-forward of as many parameters; without the optimizer's keys in its own study.
+PLAIN_FFN = "model.feed_forward=gelu,model.hidden_dim=512"
+PLAIN_REFERENCE, PLAIN_EULER, PLAIN_DIFFERENTIAL = (
+    f"{name}{{{PLAIN_FFN},train.lr=0.012,train.optimizer=muon}}@modern"
+    for name in ("standard", "euler", "differential")
+)
+TUNED_PLAIN_REFERENCE, TUNED_PLAIN_EULER = (f"{name}{{{PLAIN_FFN}}}" for name in ("standard", "euler"))
+TUNED_PLAIN_DIFFERENTIAL = f"differential{{{PLAIN_FFN},train.lr=0.012}}"
 # Stored studies of pace, in which every arm has the reference's init and optimizer.
-PACE_STUDY, PACE_REFERENCE, PACE_ARM = "tuned-baseline", "standard", "standard{train.pace=increasing:4}"
+TUNED_STUDY, TUNED_REFERENCE, TUNED_PACE = "tuned-baseline", "standard", "standard{train.pace=increasing:4}"
 # Stored study of the symmetric init and of shorter steps, from fan_in with one rate.
 CONTROLS_STUDY = "symmetric-controls"
 SEVEN_SHORT_STEPS = "euler:n=7:step=0.0143{train.lr=0.006}@fan_in"

@@ -26,11 +26,17 @@ from qkflow.papers.coupled_dynamics.arms import (
     FIXED_EULER,
     FIXED_SYMMETRIC,
     INCREASING_PACE,
-    PACE_ARM,
-    PACE_REFERENCE,
-    PACE_STUDY,
+    PLAIN_DIFFERENTIAL,
+    PLAIN_EULER,
+    PLAIN_REFERENCE,
     REFERENCE,
     STUDY,
+    TUNED_PACE,
+    TUNED_PLAIN_DIFFERENTIAL,
+    TUNED_PLAIN_EULER,
+    TUNED_PLAIN_REFERENCE,
+    TUNED_REFERENCE,
+    TUNED_STUDY,
     WEAK_EULER,
     WEAK_REFERENCE,
     WEAK_SYMMETRIC,
@@ -43,7 +49,7 @@ from qkflow.studies.stats import PairedDifference, perplexity_percent_change
 
 BUDGETS = (
     *("tokens-250k", "tokens-500k", STUDY, "tokens-2M", "tokens-4M", "tokens-16M"),
-    *("pace-lm", PACE_STUDY),  # 500k and 1M tokens
+    *("pace-lm", TUNED_STUDY),  # 500k and 1M tokens
 )
 MIN_BUDGETS = 3  # two to fit, one to predict
 HYPOTHESES = ("same difference", "same factor", "same saving")
@@ -58,7 +64,8 @@ class Gain:
     against: tuple[str, ...]
 
 
-WEAK = (WEAK_REFERENCE,)
+WEAK, TUNED = (WEAK_REFERENCE,), (TUNED_REFERENCE, REFERENCE)
+PLAIN = (TUNED_PLAIN_REFERENCE, PLAIN_REFERENCE)
 WEAK_EULER_GAIN = Gain("euler, fan_in, AdamW", (WEAK_EULER, FIXED_EULER), WEAK)
 EULER_GAIN = Gain("euler, modern, Muon", (EULER,), (REFERENCE,))
 GAINS = (
@@ -66,7 +73,10 @@ GAINS = (
     Gain("symmetric init, fan_in, AdamW", (WEAK_SYMMETRIC, FIXED_SYMMETRIC), WEAK),
     EULER_GAIN,
     Gain("differential, modern, Muon", (DIFFERENTIAL, FIXED_DIFFERENTIAL), (REFERENCE,)),
-    Gain("increasing pace, modern, Muon", (PACE_ARM, INCREASING_PACE), (PACE_REFERENCE, REFERENCE)),
+    Gain("increasing pace, modern, Muon", (TUNED_PACE, INCREASING_PACE), TUNED),
+    Gain("plain feed-forward, modern, Muon", (TUNED_PLAIN_REFERENCE, PLAIN_REFERENCE), TUNED),
+    Gain("euler, plain feed-forward", (TUNED_PLAIN_EULER, PLAIN_EULER), PLAIN),
+    Gain("differential, plain feed-forward", (TUNED_PLAIN_DIFFERENTIAL, PLAIN_DIFFERENTIAL), PLAIN),
     Gain("modern and Muon instead of fan_in and AdamW", (REFERENCE,), WEAK),
 )
 
