@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from functools import partial
@@ -141,6 +142,12 @@ def test_titles_of_the_findings_hold() -> None:
     assert judged_difference(short, arms.TUNED_PACE)[1] == Verdict.HELPS
     assert judged_difference(long, arms.INCREASING_PACE)[1] == Verdict.HURTS
     assert len(find_arm(long, arms.EULER).seeds) >= 5
+    assert compare_arms(long, arms.PLAIN_REFERENCE, arms.REFERENCE)[1] == Verdict.HELPS
+    for name in (arms.PLAIN_EULER, arms.PLAIN_DIFFERENTIAL):
+        left, verdict_left = compare_arms(long, name, arms.PLAIN_REFERENCE)
+        assert left is not None
+        assert verdict_left == Verdict.HELPS
+        assert left.mean > math.log(0.985)  # about one percent
     after_equal_flops = judged_difference(results.comparison("flops-4M"), arms.FIXED_DIFFERENTIAL)
     assert after_equal_flops[1] == Verdict.HELPS
     assert verdict(arms.SOFTMAX_NORM) == Verdict.HURTS

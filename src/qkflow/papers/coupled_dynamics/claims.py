@@ -18,6 +18,9 @@ from qkflow.papers.coupled_dynamics.arms import (
     FIXED_DIFFERENTIAL,
     FIXED_EULER,
     LEAPFROG,
+    PLAIN_DIFFERENTIAL,
+    PLAIN_EULER,
+    PLAIN_REFERENCE,
     REFERENCE,
     SEVEN_SHORT_STEPS,
     SEVEN_STEPS,
@@ -125,6 +128,8 @@ def _differential_evidence() -> Iterator[Paired]:
         "tokens-4M": FIXED_DIFFERENTIAL,
     }.items():
         yield Paired(study, arm, EULER, Verdict.HELPS, "differential against euler, modern, Muon")
+    label = "differential against euler, modern, Muon, plain feed-forward"
+    yield Paired("tokens-4M", PLAIN_DIFFERENTIAL, PLAIN_EULER, Verdict.HELPS, label)
 
 
 def _corpus_evidence() -> Iterator[Judged]:
@@ -144,6 +149,13 @@ CLAIMS = (
         (
             Judged(STUDY, WEAK_EULER, Verdict.HELPS, "euler against standard, fan_in, AdamW", WEAK_REFERENCE),
             Judged(STUDY, EULER, Verdict.HELPS, "euler against standard, modern, Muon"),
+            Paired(
+                "tokens-4M",
+                PLAIN_EULER,
+                PLAIN_REFERENCE,
+                Verdict.HELPS,
+                "euler against standard, modern, Muon, plain feed-forward",
+            ),
         ),
         to_settle=StudyCost("coupling-60m"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,14 @@ TIME_TOLERANCE = 0.1  # step times within 10% are comparable
 MAX_KL = 1e-3  # nats: the fitted equilibrium counts as found
 
 
-def _gate(comparison: Comparison) -> tuple[str, bool | None]:
+def _gate(comparison: Comparison, variant: str, label: str) -> tuple[str, bool | None]:
     """Share of the feedback in the residual stream at the last probe."""
-    runs = comparison.runs_of(find_arm(comparison, f"slow{MUON}").cell)
+    runs = comparison.runs_of(find_arm(comparison, f"{variant}{MUON}").cell)
     shares = np.array([max(run.metrics["probe"][-1]["slow_share"]) for run in runs])
     low, high, _ = t_interval(shares, comparison.summary.config.confidence)
     assert low is not None
     assert high is not None
-    text = f"‖g⊙ũ‖/‖x‖ at the end: {shares.mean():.3f} ({low:.3f}…{high:.3f})"
+    text = f"{label}: ‖g⊙ũ‖/‖x‖ at the end: {shares.mean():.3f} ({low:.3f}…{high:.3f})"
     is_closed = True if high < OPEN_GATE_THRESHOLD else False if low > OPEN_GATE_THRESHOLD else None
     return f"{text}; open means above {OPEN_GATE_THRESHOLD:g}", is_closed
 
@@ -64,7 +65,15 @@ CLAIMS = (
         PAPER,
         "At 500k tokens the slow path is neutral",
         "within run-to-run noise",
-        (Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),),
+        (
+            Judged(STUDY, f"slow{MUON}", Verdict.EQUIVALENT, "slow path against none, modern, Muon"),
+            Judged(
+                "fast-slow-pooling",
+                f"slow:pool_after=1{MUON}",
+                Verdict.EQUIVALENT,
+                "slow path pooled after the first block against none, modern, Muon",
+            ),
+        ),
         to_settle=StudyCost("fast-slow"),
     ),
     Claim(
@@ -72,7 +81,13 @@ CLAIMS = (
         PAPER,
         "At 500k tokens the gate stays closed",
         "gate closed",
-        (Measured(STUDY, _gate),),
+        (
+            Measured(STUDY, partial(_gate, variant="slow", label="pooled embeddings")),
+            Measured(
+                "fast-slow-pooling",
+                partial(_gate, variant="slow:pool_after=1", label="pooled after one block"),
+            ),
+        ),
     ),
     Claim(
         "fast-slow-frozen",

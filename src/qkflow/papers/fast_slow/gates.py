@@ -1,4 +1,4 @@
-"""Does the gate of the slow path open, and does the slow path pay, with more tokens or another pooling?
+"""Does the gate of the slow path open, and does the slow path pay, with either pooling?
 
 Each stored study compares slow paths with standard attention from the same init. A verdict is that of the
 study, corrected over its arms.
@@ -14,7 +14,7 @@ from qkflow.report.tables import format_change
 from qkflow.studies.slow_path_findings import gate_findings
 from qkflow.studies.variants import parse_variant
 
-STUDIES = ("fast-slow", "fast-slow-pooling", "fast-slow-5M")
+STUDIES = ("fast-slow", "fast-slow-pooling")
 
 
 def gate_rows(results: Results) -> list[dict[str, str]]:
