@@ -55,8 +55,8 @@ def main_findings(results: Results) -> list[Finding]:
             f"{_change(study, EULER)} ({describe_scale(study)}, {_seeds(study, EULER)}).",
         ),
         Finding(
-            "On the best baseline a coupling gains about one percent, and of the six that differential "
-            "attention gains on a weaker feed-forward little more is left.",
+            "On the best baseline differential attention and a coupling gain about one percent each; what "
+            "differential attention gained before came from a weaker feed-forward.",
             f"With {_tokens(longest)} tokens, Muon and the init `modern`, `differential` changes perplexity "
             f"by {_change(longest, FIXED_DIFFERENTIAL)}, or {_change(flops, FIXED_DIFFERENTIAL)} after equal "
             "FLOPs, with a gated feed-forward, and by "
