@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 STUDY = "ingredients"
-# Arms of the stored study. Muon and `modern` are the best baseline, AdamW and `fan_in` a weak one.
+# Arms of the stored study. Muon and `modern` are the tuned baseline, AdamW and `fan_in` a weak one.
 MUON = "{train.lr=0.012,train.optimizer=muon}"
 REFERENCE, EULER = f"standard{MUON}", f"euler{MUON}@modern"
 WEAK_REFERENCE, WEAK_EULER = "standard{train.lr=0.006}@fan_in", "euler@fan_in"
